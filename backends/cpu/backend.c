@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CPU backend's entry: what it has, which kernels it takes, and its memory. */
+#include "config.h"
+#include "products.h"
+#include <omp.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+static int always(void) {
+    return 1;
+}
+
+#ifdef MOER_X86_64
+static int has_avx2(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static int has_avx512(void) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+/* From the slowest to the fastest. */
+static const struct {
+    const char *name;
+    int (*supported)(void);
+    const struct slice_kernels *kernels;
+} instruction_sets[] = {
+    {"portable", always, &moer_slice_portable},
+#ifdef MOER_X86_64
+    {"avx2", has_avx2, &moer_slice_avx2},
+    {"avx512", has_avx512, &moer_slice_avx512},
+#endif
+};
+enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };
+
+static struct settings settings;
+static char kernel_names[64];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void read_settings(void) {
+    const char *wanted = getenv("MOER_CPU_ISA"), *products = getenv("MOER_CPU_PRODUCTS"),
+               *deterministic = getenv("MOER_DETERMINISTIC");
+    size_t length = 0;
+    if (wanted && !*wanted)
+        wanted = NULL;
+    settings.kernels_name = wanted;
+    for (int i = 0; i < INSTRUCTION_SETS; i++)
+        if (instruction_sets[i].supported()) {
+            length += (size_t)snprintf(kernel_names + length, sizeof kernel_names - length, "%s%s", i ? ", " : "",
+                                       instruction_sets[i].name);
+            if (!wanted || !strcmp(wanted, instruction_sets[i].name)) {
+                settings.kernels = instruction_sets[i].kernels;
+                settings.kernels_name = instruction_sets[i].name;
+            }
+        }
+    if (!products || !*products)
+        settings.products = PRODUCTS_DEFAULT;
+    else if (!strcmp(products, "own"))
+        settings.products = PRODUCTS_OWN;
+    else
+        settings.products = strcmp(products, "openblas") ? PRODUCTS_UNKNOWN : PRODUCTS_OPENBLAS;
+    settings.deterministic = deterministic && !strcmp(deterministic, "1");
+}
+
+const struct settings *cpu_settings(void) {
+    pthread_once(&once, read_settings);
+    return &settings;
+}
+
+const char *cpu_kernel_names(void) {
+    pthread_once(&once, read_settings);
+    return kernel_names;
+}
+
+struct rows rows_of(const DLTensor *tensor) {
+    static char nothing;
+    if (!tensor)
+        return (struct rows){0};
+    int64_t size = moer_element_size(tensor);
+    enum element type = size == 4 ? F32 : tensor->dtype.code == kDLBfloat ? BF16 : F16;
+    char *data = moer_data(tensor);
+    /* A single row may come with any stride. */
+    int64_t stride = tensor->shape[0] > 1 ? moer_stride(tensor, 0) : tensor->shape[1];
+    return (struct rows){data ? data : &nothing, stride * size, type};
+}
+
+struct ids ids_of(const DLTensor *tensor, const char *name) {
+    return (struct ids){name, moer_data(tensor), moer_stride(tensor, 0) * moer_element_size(tensor),
+                        tensor->dtype.bits == 64};
+}
+
+static const char *unavailable(void) {
+    return NULL;
+}
+
+static void info(char *text, size_t size) {
+    char blas[512];
+    blas_info(blas, sizeof blas);
+    snprintf(text, size,
+             "instruction sets: %s\n"
+             "kernels: %s\n"
+             "threads: %d (OpenMP)\n"
+             "BLAS: %s\n",
+             cpu_kernel_names(), cpu_settings()->kernels ? cpu_settings()->kernels_name : "none, see MOER_CPU_ISA",
+             omp_get_max_threads(), blas);
+}
+
+static enum moer_status allocate(DLDevice device, size_t bytes, void **data, struct moer_message *message) {
+    if (device.device_type != kDLCPU)
+        return moer_fail(message, MOER_UNSUPPORTED, "the cpu backend allocates on kDLCPU only, not on device type %d",
+                         (int)device.device_type);
+    if (bytes > SIZE_MAX - 255 || !(*data = aligned_alloc(256, (bytes + 255) / 256 * 256)))
+        return moer_fail(message, MOER_NO_MEMORY, "no memory for %zu bytes", bytes);
+    return MOER_OK;
+}
+
+static void release(DLDevice device, void *data) {
+    (void)device;
+    free(data);
+}
+
+static enum moer_status copy(void *to, DLDevice to_device, const void *from, DLDevice from_device, size_t bytes,
+                             struct moer_message *message) {
+    (void)to_device, (void)from_device, (void)message;
+    memmove(to, from, bytes);
+    return MOER_OK;
+}
+
+const struct moer_backend moer_cpu_backend = {
+    .abi = MOER_BACKEND_ABI,
+    .name = "cpu",
+    .unavailable = unavailable,
+    .info = info,
+    .operation = {[MOER_SOFTMAX_TOPK_BACKWARD] = &cpu_softmax_topk_backward,
+                  [MOER_SIGMOID_TOPK_BACKWARD] = &cpu_sigmoid_topk_backward},
+    .allocate = allocate,
+    .release = release,
+    .copy = copy,
+};

@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The products by OpenBLAS: float32 operands as they are, 16-bit ones widened a block at a time. Sums of more than 256
+ * terms are cut into calls of 256, since how OpenBLAS orders the terms of a longer one is its own affair. It runs
+ * threads of its own, so all of this happens outside parallel regions. */
+#include "products.h"
+#include <cblas.h>
+#include <limits.h>
+
+enum { TERMS = 256 };
+
+static int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t row_elements(const struct rows *rows) {
+    return rows->type == F32 ? rows->stride / 4 : 0;
+}
+
+int blas_can(const struct problem *problem) {
+    int64_t largest = problem->hidden > problem->experts ? problem->hidden : problem->experts;
+    const struct rows *direct[] = {&problem->hidden_states, &problem->weight, &problem->grad_hidden};
+    for (int i = 0; i < 3; i++)
+        if (row_elements(direct[i]) > largest)
+            largest = row_elements(direct[i]);
+    return largest <= INT_MAX && problem->hidden > 0 && problem->experts > 0;
+}
+
+size_t blas_column_bytes(const struct problem *problem, int64_t block) {
+    int64_t floats = 0;
+    if (problem->grad_weight.data)
+        floats += problem->experts; /* the block's sums */
+    if (problem->grad_weight.data && problem->hidden_states.type != F32)
+        floats += block;
+    if (problem->grad_hidden.data && problem->weight.type != F32)
+        floats += problem->experts;
+    if (problem->grad_hidden.data && problem->grad_hidden.type != F32)
+        floats += block;
+    return (size_t)floats * sizeof(float);
+}
+
+/* Columns of a matrix as float32: the matrix itself, or a widened copy in *scratch, which moves on. */
+static const float *as_float(const struct rows *rows, int64_t first, int64_t count, int64_t column, int64_t columns,
+                             float **scratch, int *leading) {
+    if (rows->type == F32) {
+        *leading = (int)row_elements(rows);
+        return (const float *)(rows->data + first * rows->stride) + column;
+    }
+    float *copy = *scratch;
+    *scratch += count * columns;
+    *leading = (int)columns;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+        cpu_settings()->kernels->widen(copy + row * columns, rows->data + (first + row) * rows->stride + column * 2,
+                                       rows->type, columns);
+    return copy;
+}
+
+static void hidden_product(const struct problem *problem, const float *logits, int64_t first, int64_t count,
+                           int64_t column, int64_t columns, float *scratch) {
+    const struct rows *out = &problem->grad_hidden;
+    int weight_leading, out_leading = (int)columns, experts = (int)problem->experts;
+    const float *weight = as_float(&problem->weight, 0, experts, column, columns, &scratch, &weight_leading);
+    float *product = scratch;
+    if (out->type == F32) {
+        product = (float *)(out->data + first * out->stride) + column;
+        out_leading = (int)row_elements(out);
+    }
+    for (int from = 0; from == 0 || from < experts; from += TERMS)
+        cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, (int)count, (int)columns,
+                    (int)smaller(TERMS, experts - from), 1, logits + from, experts,
+                    weight + (int64_t)from * weight_leading, weight_leading, from > 0, product, out_leading);
+    if (out->type == F32)
+        return;
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < count; row++)
+        cpu_settings()->kernels->narrow(out->data + (first + row) * out->stride + column * 2, out->type,
+                                        product + row * columns, columns);
+}
+
+static void weight_product(const struct problem *problem, const float *logits, float *sums, int64_t first,
+                           int64_t count, int64_t column, int64_t columns, float *scratch) {
+    float *block_sums = scratch;
+    int leading, experts = (int)problem->experts;
+    scratch += problem->experts * columns;
+    const float *hidden = as_float(&problem->hidden_states, first, count, column, columns, &scratch, &leading);
+    for (int64_t from = 0; from < count; from += TERMS)
+        cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, experts, (int)columns, (int)smaller(TERMS, count - from),
+                    1, logits + from * experts, experts, hidden + from * leading, leading, from > 0, block_sums,
+                    (int)columns);
+#pragma omp parallel for schedule(static)
+    for (int64_t expert = 0; expert < problem->experts; expert++) {
+        float *to = sums + expert * problem->hidden + column;
+        const float *from = block_sums + expert * columns;
+        for (int64_t i = 0; i < columns; i++)
+            to[i] = first == 0 ? from[i] : to[i] + from[i];
+    }
+}
+
+void blas_products(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count, int64_t column,
+                   int64_t columns) {
+    const float *logits = (const float *)((char *)problem->workspace + plan->dense);
+    float *sums = (float *)((char *)problem->workspace + plan->sums);
+    float *scratch = (float *)((char *)problem->workspace + plan->scratch);
+    if (problem->grad_weight.data)
+        weight_product(problem, logits, sums, first, count, column, columns, scratch);
+    if (problem->grad_hidden.data)
+        hidden_product(problem, logits, first, count, column, columns, scratch);
+}
+
+void blas_info(char *text, size_t size) {
+    static const char *const parallel[] = {"sequential", "pthreads", "OpenMP"};
+    int kind = openblas_get_parallel();
+    snprintf(text, size, "%s; core %s, %d threads (%s)", openblas_get_config(), openblas_get_corename(),
+             openblas_get_num_threads(), kind >= 0 && kind < 3 ? parallel[kind] : "unknown");
+}

@@ -1,0 +1,93 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CPU backend: what its files share. An operation turns a call into a struct problem, which says what the two
+ * products are made of and how a row of G comes to be; products.c does the rest, for all operations. */
+#ifndef MOER_CPU_CPU_H
+#define MOER_CPU_CPU_H
+
+#include "backend.h"
+#include "tensor.h"
+#include "convert.h"
+
+enum element { BF16, F16, F32 };
+
+/* A matrix: rows of contiguous elements, stride bytes apart. */
+struct rows {
+    char *data;
+    int64_t stride;
+    enum element type;
+};
+
+/* Top-k ids, int32 or int64. */
+struct ids {
+    const char *name, *data;
+    int64_t stride;
+    int wide;
+};
+
+/* A non-zero of G: an expert (or token) and its value. While a row is made the key sorts its slots. */
+union entry {
+    struct {
+        int32_t index;
+        float value;
+    };
+    uint64_t key;
+};
+
+struct problem {
+    int64_t tokens, hidden, experts, top_k;
+    struct rows hidden_states, weight;
+    struct rows grad_hidden, grad_weight, grad_logits; /* data is NULL where the output is absent */
+    int accumulate;
+    struct ids ids;
+    int32_t *invalid_ids;
+    void *workspace;
+
+    /* G of a token, rounded to T. Exactly one is set: row[E], or the entries with a live slot in ascending order of
+     * expert (room for K), of which it returns the number. */
+    void (*dense_row)(const void *operation, int64_t token, float *row);
+    int32_t (*sparse_row)(const void *operation, int64_t token, union entry *entries);
+    const void *operation;
+};
+
+static inline int64_t id_at(const struct ids *ids, int64_t token, int64_t slot) {
+    const char *row = ids->data + token * ids->stride;
+    return ids->wide ? ((const int64_t *)row)[slot] : ((const int32_t *)row)[slot];
+}
+
+static inline float element_at(const struct rows *rows, int64_t row, int64_t column) {
+    const char *data = rows->data + row * rows->stride;
+    if (rows->type == F32)
+        return ((const float *)data)[column];
+    uint16_t bits = ((const uint16_t *)data)[column];
+    return rows->type == BF16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+static inline float round_to(enum element type, float value) {
+    if (type == BF16)
+        return bf16_to_float(float_to_bf16(value));
+    return type == F16 ? f16_to_float(float_to_f16(value)) : value;
+}
+
+/* Views of tensors. An absent one has no data; one without data, as in a query, has some address. */
+struct rows rows_of(const DLTensor *tensor);
+struct ids ids_of(const DLTensor *tensor, const char *name);
+
+/* products.c. The three functions of an implementation, for the problem of a call. */
+enum moer_status problem_run(const struct problem *problem, struct moer_message *message);
+enum moer_status problem_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message);
+enum moer_status problem_explain(const struct problem *problem, struct moer_message *message);
+
+/* backend.c. What the environment says, read once. */
+struct settings {
+    const struct slice_kernels *kernels; /* NULL: MOER_CPU_ISA names none that this machine has */
+    const char *kernels_name;
+    enum { PRODUCTS_DEFAULT, PRODUCTS_OWN, PRODUCTS_OPENBLAS, PRODUCTS_UNKNOWN } products;
+    int deterministic;
+};
+const struct settings *cpu_settings(void);
+/* The instruction sets this machine has kernels for: "portable, avx2". */
+const char *cpu_kernel_names(void);
+
+extern const struct moer_implementation cpu_softmax_topk_backward, cpu_sigmoid_topk_backward;
+
+#endif

@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From a problem to its gradients, a block of tokens at a time:
+ *
+ *     1. G of the block's tokens, a token a task          threads share the tokens
+ *     2. both products for the block, a slice of columns  threads share the slices: each owns its columns of
+ *        a task                                           grad_hidden_states and of the weight gradient's sums
+ *     at the end the sums are rounded into the weight gradient.
+ *
+ * No task's result depends on who does it, so the number of threads moves no bit. Hidden states are read once. What is
+ * allocated is G of a block, float32 sums of the weight gradient, and a panel or two for each thread: see make_plan().
+ */
+#include "products.h"
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Memory besides the sums, 4*E*H bytes; the three stay below 64 MiB together. */
+static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, BLAS_BYTES = 44 << 20;
+/* With more, G of a single token, or the index by expert, would break the promise about memory. */
+enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
+/* Multiply-adds below which a second thread costs more than it saves. */
+static const double WORTH_A_THREAD = 1e6;
+
+static int64_t clamp(int64_t value, int64_t low, int64_t high) {
+    return value < low ? low : value > high ? high : value;
+}
+
+/* Takes bytes from a layout, 256-aligned; returns the offset. */
+static size_t take(size_t *total, size_t bytes) {
+    size_t offset = *total;
+    *total += (bytes + 255) / 256 * 256;
+    return offset;
+}
+
+static struct plan make_plan(const struct problem *problem, int blas) {
+    struct plan plan = {.blas = blas};
+    int dense = blas || !problem->sparse_row;
+    int64_t entries = problem->sparse_row ? problem->top_k : 0;
+    /* A token's G: a float an expert, or its entries twice, by token and by expert. */
+    int64_t token_bytes = (dense ? 4 * problem->experts : 0) + entries * (dense ? 8 : 16) + 8;
+    plan.block = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, BLOCK_TOKENS));
+
+    if (dense)
+        plan.dense = take(&plan.bytes, (size_t)plan.block * (size_t)problem->experts * sizeof(float));
+    if (entries > 0)
+        plan.sparse = take(&plan.bytes, (size_t)(plan.block * entries) * sizeof(union entry));
+    plan.counts = take(&plan.bytes, (size_t)plan.block * sizeof(int32_t));
+    if (!dense) {
+        plan.by_expert = take(&plan.bytes, (size_t)(plan.block * entries) * sizeof(union entry));
+        plan.expert_ends = take(&plan.bytes, (size_t)(problem->experts + 2) * sizeof(int32_t));
+    }
+    if (problem->grad_weight.data)
+        plan.sums = take(&plan.bytes, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
+    if (blas) {
+        size_t column_bytes = blas_column_bytes(problem, plan.block);
+        plan.columns = clamp(column_bytes ? (int64_t)(BLAS_BYTES / column_bytes) : problem->hidden, 1, problem->hidden);
+        plan.scratch = take(&plan.bytes, column_bytes * (size_t)plan.columns);
+    } else {
+        int64_t slices = (problem->hidden + SLICE_COLUMNS - 1) / SLICE_COLUMNS;
+        plan.columns = SLICE_COLUMNS;
+        plan.thread_bytes = slice_scratch(problem, plan.block);
+        int64_t fit = plan.thread_bytes ? (int64_t)(SCRATCH_BYTES / plan.thread_bytes) : MOST_THREADS;
+        plan.threads = (int)clamp(clamp(slices, 1, fit > 0 ? fit : 1), 1, MOST_THREADS);
+        plan.scratch = take(&plan.bytes, plan.thread_bytes * (size_t)plan.threads);
+    }
+    return plan;
+}
+
+/* Whether OpenBLAS may do this problem's products, leaving aside where it is called from. */
+static int may_use_blas(const struct problem *problem) {
+    const struct settings *settings = cpu_settings();
+    if (settings->deterministic || settings->products == PRODUCTS_OWN || !blas_can(problem))
+        return 0;
+    /* A sparse G is no matrix product: even dense float32 loses to its few non-zeros. */
+    return settings->products == PRODUCTS_OPENBLAS || (problem->weight.type == F32 && !problem->sparse_row);
+}
+
+static struct plan choose_plan(const struct problem *problem) {
+    /* OpenBLAS can deadlock when called from inside a parallel region (OpenBLAS issues 2197, 5947). */
+    return make_plan(problem, may_use_blas(problem) && !omp_in_parallel());
+}
+
+static void *at(const struct problem *problem, size_t offset) {
+    return (char *)problem->workspace + offset;
+}
+
+/* G of a token of the block: into the block's dense or sparse form, and into grad_logits. */
+static void make_row(const struct problem *problem, const struct plan *plan, int64_t first, int64_t token) {
+    const struct rows *out = &problem->grad_logits;
+    float *dense = (float *)at(problem, plan->dense) + token * problem->experts;
+    union entry *entries = (union entry *)at(problem, plan->sparse) + token * problem->top_k;
+    int32_t *count = (int32_t *)at(problem, plan->counts) + token;
+    char *to = out->data ? out->data + (first + token) * out->stride : NULL;
+    if (problem->dense_row) {
+        problem->dense_row(problem->operation, first + token, dense);
+        if (to)
+            cpu_settings()->kernels->narrow(to, out->type, dense, problem->experts);
+        return;
+    }
+    *count = problem->sparse_row(problem->operation, first + token, entries);
+    if (plan->blas) {
+        memset(dense, 0, (size_t)problem->experts * sizeof *dense);
+        for (int32_t i = 0; i < *count; i++)
+            dense[entries[i].index] = entries[i].value;
+    }
+    if (to) {
+        int64_t size = out->type == F32 ? 4 : 2;
+        memset(to, 0, (size_t)(problem->experts * size));
+        for (int32_t i = 0; i < *count; i++)
+            cpu_settings()->kernels->narrow(to + entries[i].index * size, out->type, &entries[i].value, 1);
+    }
+}
+
+/* Sorts the block's entries by expert: count, add up, place; tokens stay in ascending order. ends has one element to
+ * spare, so that placing moves each expert's start to its end, which is the next one's start. */
+static void sort_by_expert(const struct problem *problem, const struct plan *plan, int64_t tokens) {
+    const union entry *entries = at(problem, plan->sparse);
+    const int32_t *counts = at(problem, plan->counts);
+    union entry *sorted = at(problem, plan->by_expert);
+    int32_t *starts = (int32_t *)at(problem, plan->expert_ends) + 1;
+    memset(starts - 1, 0, (size_t)(problem->experts + 2) * sizeof *starts);
+    for (int64_t token = 0; token < tokens; token++)
+        for (int32_t i = 0; i < counts[token]; i++)
+            starts[entries[token * problem->top_k + i].index + 1]++;
+    for (int64_t expert = 0; expert < problem->experts; expert++)
+        starts[expert + 1] += starts[expert];
+    for (int64_t token = 0; token < tokens; token++)
+        for (int32_t i = 0; i < counts[token]; i++) {
+            union entry entry = entries[token * problem->top_k + i];
+            int32_t place = starts[entry.index]++;
+            sorted[place] = (union entry){{(int32_t)token, entry.value}};
+        }
+}
+
+static struct block_logits logits_of(const struct problem *problem, const struct plan *plan) {
+    return (struct block_logits){.dense = at(problem, plan->dense),
+                                 .sparse = at(problem, plan->sparse),
+                                 .counts = at(problem, plan->counts),
+                                 .by_expert = at(problem, plan->by_expert),
+                                 .expert_ends = at(problem, plan->expert_ends)};
+}
+
+static void run_slice(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count,
+                      int64_t column) {
+    struct slice_job job = {.problem = problem,
+                            .first = first,
+                            .count = count,
+                            .column = column,
+                            .columns = clamp(problem->hidden - column, 0, SLICE_COLUMNS),
+                            .logits = logits_of(problem, plan),
+                            .sums = at(problem, plan->sums),
+                            .scratch = at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
+    cpu_settings()->kernels->slice(&job);
+}
+
+static void finish_row(const struct problem *problem, const struct plan *plan, int64_t expert) {
+    const float *sums = at(problem, plan->sums);
+    cpu_settings()->kernels->finish(problem, sums + expert * problem->hidden, expert);
+}
+
+static void run_own(const struct problem *problem, const struct plan *plan) {
+    int products = problem->grad_hidden.data || problem->grad_weight.data;
+    double terms = (double)problem->tokens * (double)problem->hidden *
+                   (double)(problem->sparse_row ? problem->top_k : problem->experts);
+    int threads = (int)clamp(omp_get_max_threads(), 1, terms < WORTH_A_THREAD ? 1 : plan->threads);
+#pragma omp parallel num_threads(threads)
+    for (int64_t first = 0; first < problem->tokens; first += plan->block) {
+        int64_t count = clamp(problem->tokens - first, 0, plan->block);
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < count; token++)
+            make_row(problem, plan, first, token);
+        if (!products)
+            continue;
+        if (problem->sparse_row) {
+#pragma omp single
+            sort_by_expert(problem, plan, count);
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)
+            run_slice(problem, plan, first, count, column);
+    }
+}
+
+static void run_blas(const struct problem *problem, const struct plan *plan) {
+    for (int64_t first = 0; first < problem->tokens; first += plan->block) {
+        int64_t count = clamp(problem->tokens - first, 0, plan->block);
+#pragma omp parallel for schedule(static)
+        for (int64_t token = 0; token < count; token++)
+            make_row(problem, plan, first, token);
+        for (int64_t column = 0; column < problem->hidden; column += plan->columns)
+            blas_products(problem, plan, first, count, column, clamp(problem->hidden - column, 0, plan->columns));
+    }
+}
+
+/* Rounds the sums into the weight gradient; without tokens it is zero, or what it was. */
+static void finish(const struct problem *problem, const struct plan *plan) {
+    if (!problem->grad_weight.data || (problem->accumulate && problem->tokens == 0))
+        return;
+    if (problem->tokens == 0)
+        memset(at(problem, plan->sums), 0, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
+#pragma omp parallel for schedule(static) if (problem->experts * problem->hidden > 1 << 16)
+    for (int64_t expert = 0; expert < problem->experts; expert++)
+        finish_row(problem, plan, expert);
+}
+
+/* Refuses ids outside [-1, E), and counts them. */
+static enum moer_status check_ids(const struct problem *problem, struct moer_message *message) {
+    int64_t bad = 0, token_of_first = 0, slot_of_first = 0;
+    for (int64_t token = 0; token < problem->tokens; token++)
+        for (int64_t slot = 0; slot < problem->top_k; slot++) {
+            int64_t id = id_at(&problem->ids, token, slot);
+            if ((id < -1 || id >= problem->experts) && bad++ == 0) {
+                token_of_first = token;
+                slot_of_first = slot;
+            }
+        }
+    if (bad == 0)
+        return MOER_OK;
+    if (problem->invalid_ids)
+        *problem->invalid_ids = (int32_t)((uint32_t)*problem->invalid_ids + (uint32_t)bad);
+    return moer_fail(message, MOER_INVALID, "%s[%lld, %lld] is %lld but must be -1 or in [0, %lld); %lld such ids",
+                     problem->ids.name, (long long)token_of_first, (long long)slot_of_first,
+                     (long long)id_at(&problem->ids, token_of_first, slot_of_first), (long long)problem->experts,
+                     (long long)bad);
+}
+
+static enum moer_status check_problem(const struct problem *problem, struct moer_message *message) {
+    const struct settings *settings = cpu_settings();
+    if (!settings->kernels)
+        return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_ISA is %s, which is none of %s", settings->kernels_name,
+                         cpu_kernel_names());
+    if (settings->products == PRODUCTS_UNKNOWN)
+        return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_PRODUCTS is %s but must be openblas or own",
+                         getenv("MOER_CPU_PRODUCTS"));
+    if (problem->experts > MOST_EXPERTS || problem->top_k > MOST_TOP_K)
+        return moer_fail(message, MOER_UNSUPPORTED,
+                         "%lld experts of which %lld are chosen; at most %d and %d are supported",
+                         (long long)problem->experts, (long long)problem->top_k, MOST_EXPERTS, MOST_TOP_K);
+    return MOER_OK;
+}
+
+enum moer_status problem_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message) {
+    enum moer_status status = check_problem(problem, message);
+    if (status)
+        return status;
+    /* Where the call will come from is not known: room for either way. */
+    *bytes = make_plan(problem, 0).bytes;
+    if (may_use_blas(problem)) {
+        size_t blas = make_plan(problem, 1).bytes;
+        *bytes = blas > *bytes ? blas : *bytes;
+    }
+    return MOER_OK;
+}
+
+enum moer_status problem_explain(const struct problem *problem, struct moer_message *message) {
+    enum moer_status status = check_problem(problem, message);
+    if (!status)
+        moer_fail(message, MOER_OK, "cpu, %s G, %s products", problem->sparse_row ? "sparse" : "dense",
+                  choose_plan(problem).blas ? "OpenBLAS" : cpu_settings()->kernels_name);
+    return status;
+}
+
+enum moer_status problem_run(const struct problem *caller, struct moer_message *message) {
+    struct problem copy = *caller, *problem = &copy;
+    void *allocated = NULL;
+    enum moer_status status = check_problem(problem, message);
+    if (!status)
+        status = check_ids(problem, message);
+    if (status)
+        return status;
+    if (!problem->grad_hidden.data && !problem->grad_weight.data && !problem->grad_logits.data)
+        return MOER_OK;
+    struct plan plan = choose_plan(problem);
+    if (!problem->workspace) {
+        if (!(allocated = aligned_alloc(256, plan.bytes)))
+            return moer_fail(message, MOER_NO_MEMORY, "no memory for a workspace of %zu bytes", plan.bytes);
+        problem->workspace = allocated;
+    }
+    if (plan.blas)
+        run_blas(problem, &plan);
+    else
+        run_own(problem, &plan);
+    finish(problem, &plan);
+    free(allocated);
+    return MOER_OK;
+}

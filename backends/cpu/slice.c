@@ -1,0 +1,276 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The products of a block of tokens and a slice of hidden columns, compiled once for each instruction set.
+ *
+ *     dense G    grad_hidden_states = G . W and grad_weight += G^T . X are the same loop: a tile of TILE_ROWS x
+ *                TILE_COLUMNS sums in registers, one term at a time, G broadcast, W or X from a panel.
+ *     sparse G   both are the same loop too: a row of sums in registers, a non-zero at a time, each picking a row of
+ * the panel.
+ *
+ * A panel is the slice of W or X as float32, in columns as wide as the loop takes them, so that it is read front to
+ * back; widening costs one pass for 100 or more products an element, and spares the loops all knowledge of dtypes. Each
+ * lane of a vector does what a scalar would do, whatever the slice's width or the tile's height: the bits of a sum
+ * depend on its terms alone. Terms are added in ascending order, in chains of CHAIN, and the chains to their sum in
+ * order: a long chain of float32 additions would lose more than the bounds allow. */
+#include "slice.h"
+
+#if defined __AVX512F__
+enum { VECTOR_BYTES = 64, TILE_ROWS = 8 }; /* 16 sums, 2 of the panel, 1 of G: of 32 registers */
+#elif defined __AVX2__
+enum { VECTOR_BYTES = 32, TILE_ROWS = 6 }; /* 12 + 2 + 1 of 16 registers */
+#else
+enum { VECTOR_BYTES = 16, TILE_ROWS = 6 };
+#endif
+enum {
+    LANES = VECTOR_BYTES / (int)sizeof(float),
+    TILE_VECTORS = 2,
+    TILE_COLUMNS = TILE_VECTORS * LANES,
+    SPARSE_COLUMNS = 64,
+    SPARSE_VECTORS = SPARSE_COLUMNS / LANES,
+    CHAIN = 64
+};
+
+typedef float vector __attribute__((vector_size(VECTOR_BYTES), may_alias));
+
+static void widen(float *restrict to, const void *restrict from, enum element type, int64_t count) {
+    const uint16_t *bits = from;
+    switch (type) {
+    case BF16:
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            to[i] = bf16_to_float(bits[i]);
+        break;
+    case F16:
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            to[i] = f16_to_float(bits[i]);
+        break;
+    case F32:
+        memcpy(to, from, (size_t)count * sizeof *to);
+    }
+}
+
+static void narrow(void *restrict to, enum element type, const float *restrict from, int64_t count) {
+    uint16_t *bits = to;
+    switch (type) {
+    case BF16:
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            bits[i] = float_to_bf16(from[i]);
+        break;
+    case F16:
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            bits[i] = float_to_f16(from[i]);
+        break;
+    case F32:
+        memcpy(to, from, (size_t)count * sizeof *from);
+    }
+}
+
+static void add(float *restrict to, const float *restrict from, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++)
+        to[i] += from[i];
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t element_size(enum element type) {
+    return type == F32 ? 4 : 2;
+}
+
+static inline char *element_address(const struct rows *rows, int64_t row, int64_t column) {
+    return rows->data + row * rows->stride + column * element_size(rows->type);
+}
+
+/* Makes a panel of count rows from first: columns of the given width, one after the other, the last filled with zeros.
+ */
+static void pack(float *panel, int64_t width, const struct rows *rows, int64_t first, int64_t count, int64_t column,
+                 int64_t columns) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t from = 0; from < columns; from += width) {
+            float *to = panel + from * count + row * width;
+            int64_t valid = smaller(width, columns - from);
+            widen(to, element_address(rows, first + row, column + from), rows->type, valid);
+            memset(to + valid, 0, (size_t)(width - valid) * sizeof *to);
+        }
+}
+
+/* sums[r][] += sum over i of g[r * row + i * term] * panel[i][]. */
+static inline __attribute__((always_inline)) void tile_rows(const int rows, int64_t terms, const float *g, int64_t row,
+                                                            int64_t term, const float *panel,
+                                                            float sums[TILE_ROWS][TILE_COLUMNS]) {
+    for (int64_t start = 0; start < terms; start += CHAIN) {
+        vector chain[TILE_ROWS][TILE_VECTORS] = {{{0}}};
+        int64_t end = smaller(start + CHAIN, terms);
+        for (int64_t i = start; i < end; i++) {
+            const vector *columns = (const vector *)(panel + i * TILE_COLUMNS);
+            const float *factors = g + i * term;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < TILE_VECTORS; v++)
+                    chain[r][v] += factors[r * row] * columns[v];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECTORS; v++)
+                ((vector *)sums[r])[v] += chain[r][v];
+    }
+}
+
+static void tile(int64_t rows, int64_t terms, const float *g, int64_t row, int64_t term, const float *panel,
+                 float sums[TILE_ROWS][TILE_COLUMNS]) {
+    memset(sums, 0, sizeof(float[TILE_ROWS][TILE_COLUMNS]));
+    if (rows == TILE_ROWS) {
+        /* One of the strides is 1, which spares the loop address registers. */
+        if (row == 1)
+            tile_rows(TILE_ROWS, terms, g, 1, term, panel, sums);
+        else
+            tile_rows(TILE_ROWS, terms, g, row, term, panel, sums);
+        return;
+    }
+    for (; rows >= 4; rows -= 4, g += 4 * row, sums += 4)
+        tile_rows(4, terms, g, row, term, panel, sums);
+    for (; rows > 0; rows--, g += row, sums++)
+        tile_rows(1, terms, g, row, term, panel, sums);
+}
+
+/* grad_hidden_states of the block, dense G: tokens x experts times experts x columns. */
+static void dense_hidden(const struct slice_job *job, float *panel, float *partial) {
+    const struct problem *problem = job->problem;
+    int64_t experts = problem->experts;
+    _Alignas(64) float sums[TILE_ROWS][TILE_COLUMNS];
+    for (int64_t first = 0; first == 0 || first < experts; first += PANEL_EXPERTS) {
+        int64_t terms = smaller(PANEL_EXPERTS, experts - first);
+        int last = first + terms == experts;
+        pack(panel, TILE_COLUMNS, &problem->weight, first, terms, job->column, job->columns);
+        for (int64_t column = 0; column < job->columns; column += TILE_COLUMNS)
+            for (int64_t token = 0; token < job->count; token += TILE_ROWS) {
+                int64_t rows = smaller(TILE_ROWS, job->count - token);
+                int64_t valid = smaller(TILE_COLUMNS, job->columns - column);
+                tile(rows, terms, job->logits.dense + token * experts + first, experts, 1, panel + column * terms,
+                     sums);
+                for (int64_t r = 0; r < rows; r++) {
+                    float *before = partial + (token + r) * SLICE_COLUMNS + column;
+                    if (first > 0)
+                        add(sums[r], before, TILE_COLUMNS);
+                    if (last)
+                        narrow(element_address(&problem->grad_hidden, job->first + token + r, job->column + column),
+                               problem->grad_hidden.type, sums[r], valid);
+                    else
+                        memcpy(before, sums[r], sizeof sums[r]);
+                }
+            }
+    }
+}
+
+/* The block's share of the weight gradient, dense G: experts x tokens times tokens x columns. */
+static void dense_weight(const struct slice_job *job, float *panel) {
+    const struct problem *problem = job->problem;
+    int64_t experts = problem->experts;
+    _Alignas(64) float sums[TILE_ROWS][TILE_COLUMNS];
+    pack(panel, TILE_COLUMNS, &problem->hidden_states, job->first, job->count, job->column, job->columns);
+    for (int64_t column = 0; column < job->columns; column += TILE_COLUMNS)
+        for (int64_t expert = 0; expert < experts; expert += TILE_ROWS) {
+            int64_t rows = smaller(TILE_ROWS, experts - expert);
+            tile(rows, job->count, job->logits.dense + expert, 1, experts, panel + column * job->count, sums);
+            for (int64_t r = 0; r < rows; r++)
+                add(job->sums + (expert + r) * problem->hidden + job->column + column, sums[r],
+                    smaller(TILE_COLUMNS, job->columns - column));
+        }
+}
+
+/* sums[] = sum over the entries of value * panel[index][]. A NULL panel: the rows of source, from column. */
+static void sparse_sum(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
+                       int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
+    _Alignas(64) float widened[SPARSE_COLUMNS] = {0};
+    memset(sums, 0, sizeof(float[SPARSE_COLUMNS]));
+    for (int64_t start = 0; start < count; start += CHAIN) {
+        vector chain[SPARSE_VECTORS] = {{0}};
+        int64_t end = smaller(start + CHAIN, count);
+        for (int64_t i = start; i < end; i++) {
+            const float *row = widened;
+            if (panel)
+                row = panel + (int64_t)entries[i].index * SPARSE_COLUMNS;
+            else
+                widen(widened, element_address(source, entries[i].index, column), source->type, valid);
+#pragma GCC unroll 16
+            for (int v = 0; v < SPARSE_VECTORS; v++)
+                chain[v] += entries[i].value * ((const vector *)row)[v];
+        }
+#pragma GCC unroll 16
+        for (int v = 0; v < SPARSE_VECTORS; v++)
+            ((vector *)sums)[v] += chain[v];
+    }
+}
+
+static void sparse_hidden(const struct slice_job *job, float *panel) {
+    const struct problem *problem = job->problem;
+    int64_t panel_experts = slice_panel_experts(problem);
+    _Alignas(64) float sums[SPARSE_COLUMNS];
+    pack(panel, SPARSE_COLUMNS, &problem->weight, 0, panel_experts, job->column, job->columns);
+    for (int64_t column = 0; column < job->columns; column += SPARSE_COLUMNS) {
+        int64_t valid = smaller(SPARSE_COLUMNS, job->columns - column);
+        const float *rows = panel_experts > 0 ? panel + column * panel_experts : NULL;
+        for (int64_t token = 0; token < job->count; token++) {
+            sparse_sum(job->logits.sparse + token * problem->top_k, job->logits.counts[token], rows, &problem->weight,
+                       job->column + column, valid, sums);
+            narrow(element_address(&problem->grad_hidden, job->first + token, job->column + column),
+                   problem->grad_hidden.type, sums, valid);
+        }
+    }
+}
+
+static void sparse_weight(const struct slice_job *job, float *panel) {
+    const struct problem *problem = job->problem;
+    const int32_t *ends = job->logits.expert_ends;
+    _Alignas(64) float sums[SPARSE_COLUMNS];
+    pack(panel, SPARSE_COLUMNS, &problem->hidden_states, job->first, job->count, job->column, job->columns);
+    for (int64_t column = 0; column < job->columns; column += SPARSE_COLUMNS)
+        for (int64_t expert = 0; expert < problem->experts; expert++) {
+            int64_t count = ends[expert + 1] - ends[expert];
+            if (count == 0)
+                continue;
+            sparse_sum(job->logits.by_expert + ends[expert], count, panel + column * job->count, NULL, 0, 0, sums);
+            add(job->sums + expert * problem->hidden + job->column + column, sums,
+                smaller(SPARSE_COLUMNS, job->columns - column));
+        }
+}
+
+static void slice(const struct slice_job *job) {
+    const struct problem *problem = job->problem;
+    float *weight_panel = job->scratch;
+    float *hidden_panel = weight_panel + slice_panel_experts(problem) * SLICE_COLUMNS;
+    if (problem->grad_weight.data && job->first == 0)
+        for (int64_t expert = 0; expert < problem->experts; expert++)
+            memset(job->sums + expert * problem->hidden + job->column, 0, (size_t)job->columns * sizeof(float));
+    if (problem->grad_weight.data && problem->sparse_row)
+        sparse_weight(job, hidden_panel);
+    else if (problem->grad_weight.data)
+        dense_weight(job, hidden_panel);
+    if (problem->grad_hidden.data && problem->sparse_row)
+        sparse_hidden(job, weight_panel);
+    else if (problem->grad_hidden.data)
+        dense_hidden(job, weight_panel, hidden_panel + (problem->grad_weight.data ? job->count * SLICE_COLUMNS : 0));
+}
+
+static void finish(const struct problem *problem, const float *sums, int64_t expert) {
+    char *row = element_address(&problem->grad_weight, expert, 0);
+    enum element type = problem->grad_weight.type;
+    for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS) {
+        int64_t count = smaller(SLICE_COLUMNS, problem->hidden - column);
+        char *to = row + column * element_size(type);
+        float total[SLICE_COLUMNS];
+        if (problem->accumulate) {
+            widen(total, to, type, count);
+            add(total, sums + column, count);
+        }
+        narrow(to, type, problem->accumulate ? total : sums + column, count);
+    }
+}
+
+const struct slice_kernels SLICE_KERNELS = {slice, finish, widen, narrow};

@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Both products of an operation for a block of tokens and a slice of the hidden columns: the unit of parallel work.
+ * slice.c implements it, once for each instruction set. */
+#ifndef MOER_CPU_SLICE_H
+#define MOER_CPU_SLICE_H
+
+#include "cpu.h"
+
+enum {
+    SLICE_COLUMNS = 128,  /* a slice's width: with a block's tokens it fits the L2 cache as float32 */
+    BLOCK_TOKENS = 512,   /* most tokens of a block */
+    PANEL_EXPERTS = 512,  /* rows of the gate held as float32 at a time, dense G */
+    SPARSE_EXPERTS = 2048 /* the same for sparse G; with more experts than this, rows are widened one by one */
+};
+
+/* G of a block, in one of two forms. */
+struct block_logits {
+    const float *dense;           /* [count][E] */
+    const union entry *sparse;    /* [count][K]: a token's live experts in ascending order */
+    const int32_t *counts;        /* [count]: how many */
+    const union entry *by_expert; /* the same entries, by expert; index is the token's place in the block */
+    const int32_t *expert_ends;   /* [E + 1]: expert e has by_expert[expert_ends[e] .. expert_ends[e + 1]) */
+};
+
+struct slice_job {
+    const struct problem *problem;
+    int64_t first, count;    /* the block's tokens */
+    int64_t column, columns; /* the slice */
+    struct block_logits logits;
+    float *sums;    /* [E][H]: the weight gradient so far; the first block starts it */
+    float *scratch; /* slice_scratch() bytes, aligned to 64 */
+};
+
+struct slice_kernels {
+    /* Writes the block's rows of grad_hidden_states and adds to the sums, where the problem asks for them. */
+    void (*slice)(const struct slice_job *job);
+    /* Rounds a row of sums into the weight gradient. */
+    void (*finish)(const struct problem *problem, const float *sums, int64_t expert);
+    /* count elements, as float32 and back. */
+    void (*widen)(float *to, const void *from, enum element type, int64_t count);
+    void (*narrow)(void *to, enum element type, const float *from, int64_t count);
+};
+
+extern const struct slice_kernels moer_slice_portable, moer_slice_avx2, moer_slice_avx512;
+
+/* Rows of the gate that slice() holds at a time; 0: none. */
+static inline int64_t slice_panel_experts(const struct problem *problem) {
+    if (!problem->grad_hidden.data)
+        return 0;
+    if (problem->sparse_row)
+        return problem->experts <= SPARSE_EXPERTS ? problem->experts : 0;
+    return problem->experts < PANEL_EXPERTS ? problem->experts : PANEL_EXPERTS;
+}
+
+/* Bytes of scratch for blocks of so many tokens. */
+static inline size_t slice_scratch(const struct problem *problem, int64_t tokens) {
+    int64_t rows = slice_panel_experts(problem);
+    if (problem->grad_weight.data)
+        rows += tokens; /* hidden states */
+    if (problem->grad_hidden.data && !problem->sparse_row && problem->experts > PANEL_EXPERTS)
+        rows += tokens; /* sums of grad_hidden_states over the panels */
+    return (size_t)rows * SLICE_COLUMNS * sizeof(float);
+}
+
+#endif

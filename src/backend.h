@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a backend is: the one contract between the dispatcher and every backend.
+ *
+ * A backend is a constant struct of functions. The dispatcher has checked a call against every rule of the public
+ * header before a backend sees it: shapes agree, dtypes are legal, all tensors are on one device of the backend's, none
+ * overlaps an output, the workspace is absent or large enough and aligned. The args struct is the caller's own,
+ * extended with zeros to the size this library knows. What the backend must still look at is the data: the ids.
+ *
+ * A backend calls nothing of the library, so that the same object serves a module, the shared and the static library;
+ * it explains itself through struct moer_message. A case it cannot do is MOER_UNSUPPORTED with a sentence. */
+#ifndef MOER_BACKEND_H
+#define MOER_BACKEND_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <moerouter/moerouter.h>
+
+/* Goes up with every change to this file or to an args struct. */
+#define MOER_BACKEND_ABI 1
+
+/* A sentence without function name or full stop. */
+struct moer_message {
+    char text[512];
+};
+
+__attribute__((format(printf, 3, 4))) static inline enum moer_status
+moer_fail(struct moer_message *message, enum moer_status status, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message->text, sizeof message->text, format, values);
+    va_end(values);
+    return status;
+}
+
+/* One operation in one backend. args is the operation's struct of the public header. */
+struct moer_implementation {
+    /* May use args->workspace where there is one; takes and frees its own where there is none. */
+    enum moer_status (*run)(const void *args, struct moer_message *message);
+    /* A function of shapes, dtypes and device alone. */
+    enum moer_status (*workspace_size)(const void *args, size_t *bytes, struct moer_message *message);
+    /* Names the kernel that run() would take. */
+    enum moer_status (*explain)(const void *args, struct moer_message *message);
+};
+
+struct moer_backend {
+    unsigned abi; /* MOER_BACKEND_ABI it was compiled with */
+    const char *name;
+    /* NULL where this machine can run it, else the reason; called once, before anything else. */
+    const char *(*unavailable)(void);
+    /* Lines "name: value" about devices and kernels, cut to size. */
+    void (*info)(char *text, size_t size);
+    /* By enum moer_operation; NULL is an operation the backend does not have. */
+    const struct moer_implementation *operation[MOER_OPERATIONS];
+    /* Memory of a device, aligned to 256 bytes. */
+    enum moer_status (*allocate)(DLDevice device, size_t bytes, void **data, struct moer_message *message);
+    void (*release)(DLDevice device, void *data);
+    /* Between the backend's devices and the host, either way; done on return. */
+    enum moer_status (*copy)(void *to, DLDevice to_device, const void *from, DLDevice from_device, size_t bytes,
+                             struct moer_message *message);
+};
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* The backend inside the library. */
+extern const struct moer_backend moer_cpu_backend;
+
+/* The one symbol of a module (or of a backend built in): its backend. */
+#ifdef MOER_MODULE
+__attribute__((visibility("default")))
+#endif
+const struct moer_backend *
+moer_backend_entry(void);
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -64,17 +64,17 @@ static void read_settings(void) {
     settings.deterministic = deterministic && !strcmp(deterministic, "1");
 }
 
-const struct settings *cpu_settings(void) {
+const struct settings *moer_cpu_settings(void) {
     pthread_once(&once, read_settings);
     return &settings;
 }
 
-const char *cpu_kernel_names(void) {
+const char *moer_cpu_kernel_names(void) {
     pthread_once(&once, read_settings);
     return kernel_names;
 }
 
-struct rows rows_of(const DLTensor *tensor) {
+struct rows moer_cpu_rows(const DLTensor *tensor) {
     static char nothing;
     if (!tensor)
         return (struct rows){0};
@@ -86,7 +86,7 @@ struct rows rows_of(const DLTensor *tensor) {
     return (struct rows){data ? data : &nothing, stride * size, type};
 }
 
-struct ids ids_of(const DLTensor *tensor, const char *name) {
+struct ids moer_cpu_ids(const DLTensor *tensor, const char *name) {
     return (struct ids){name, moer_data(tensor), moer_stride(tensor, 0) * moer_element_size(tensor),
                         tensor->dtype.bits == 64};
 }
@@ -97,13 +97,14 @@ static const char *unavailable(void) {
 
 static void info(char *text, size_t size) {
     char blas[512];
-    blas_info(blas, sizeof blas);
+    moer_blas_info(blas, sizeof blas);
     snprintf(text, size,
              "instruction sets: %s\n"
              "kernels: %s\n"
              "threads: %d (OpenMP)\n"
              "BLAS: %s\n",
-             cpu_kernel_names(), cpu_settings()->kernels ? cpu_settings()->kernels_name : "none, see MOER_CPU_ISA",
+             moer_cpu_kernel_names(),
+             moer_cpu_settings()->kernels ? moer_cpu_settings()->kernels_name : "none, see MOER_CPU_ISA",
              omp_get_max_threads(), blas);
 }
 
@@ -133,8 +134,8 @@ const struct moer_backend moer_cpu_backend = {
     .name = "cpu",
     .unavailable = unavailable,
     .info = info,
-    .operation = {[MOER_SOFTMAX_TOPK_BACKWARD] = &cpu_softmax_topk_backward,
-                  [MOER_SIGMOID_TOPK_BACKWARD] = &cpu_sigmoid_topk_backward},
+    .operation = {[MOER_SOFTMAX_TOPK_BACKWARD] = &moer_cpu_softmax_topk_backward,
+                  [MOER_SIGMOID_TOPK_BACKWARD] = &moer_cpu_sigmoid_topk_backward},
     .allocate = allocate,
     .release = release,
     .copy = copy,

@@ -16,7 +16,7 @@ static int64_t row_elements(const struct rows *rows) {
     return rows->type == F32 ? rows->stride / 4 : 0;
 }
 
-int blas_can(const struct problem *problem) {
+int moer_blas_can(const struct problem *problem) {
     int64_t largest = problem->hidden > problem->experts ? problem->hidden : problem->experts;
     const struct rows *direct[] = {&problem->hidden_states, &problem->weight, &problem->grad_hidden};
     for (int i = 0; i < 3; i++)
@@ -25,7 +25,7 @@ int blas_can(const struct problem *problem) {
     return largest <= INT_MAX && problem->hidden > 0 && problem->experts > 0;
 }
 
-size_t blas_column_bytes(const struct problem *problem, int64_t block) {
+size_t moer_blas_column_bytes(const struct problem *problem, int64_t block) {
     int64_t floats = 0;
     if (problem->grad_weight.data)
         floats += problem->experts; /* the block's sums */
@@ -50,8 +50,8 @@ static const float *as_float(const struct rows *rows, int64_t first, int64_t cou
     *leading = (int)columns;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < count; row++)
-        cpu_settings()->kernels->widen(copy + row * columns, rows->data + (first + row) * rows->stride + column * 2,
-                                       rows->type, columns);
+        moer_cpu_settings()->kernels->widen(
+            copy + row * columns, rows->data + (first + row) * rows->stride + column * 2, rows->type, columns);
     return copy;
 }
 
@@ -73,12 +73,13 @@ static void hidden_product(const struct problem *problem, const float *logits, i
         return;
 #pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < count; row++)
-        cpu_settings()->kernels->narrow(out->data + (first + row) * out->stride + column * 2, out->type,
-                                        product + row * columns, columns);
+        moer_cpu_settings()->kernels->narrow(out->data + (first + row) * out->stride + column * 2, out->type,
+                                             product + row * columns, columns);
 }
 
-static void weight_product(const struct problem *problem, const float *logits, float *sums, int64_t first,
+static void weight_product(const struct problem *problem, const struct plan *plan, const float *logits, int64_t first,
                            int64_t count, int64_t column, int64_t columns, float *scratch) {
+    float *sums = slice_sums(problem, plan, column), *lost = slice_lost(problem, plan, column);
     float *block_sums = scratch;
     int leading, experts = (int)problem->experts;
     scratch += problem->experts * columns;
@@ -89,25 +90,27 @@ static void weight_product(const struct problem *problem, const float *logits, f
                     (int)columns);
 #pragma omp parallel for schedule(static)
     for (int64_t expert = 0; expert < problem->experts; expert++) {
-        float *to = sums + expert * problem->hidden + column;
-        const float *from = block_sums + expert * columns;
-        for (int64_t i = 0; i < columns; i++)
-            to[i] = first == 0 ? from[i] : to[i] + from[i];
+        int64_t offset = expert * columns;
+        if (first == 0)
+            memset(sums + offset, 0, (size_t)columns * sizeof *sums);
+        if (first == 0 && lost)
+            memset(lost + offset, 0, (size_t)columns * sizeof *lost);
+        moer_cpu_settings()->kernels->accumulate(sums + offset, lost ? lost + offset : NULL, block_sums + offset,
+                                                 columns);
     }
 }
 
-void blas_products(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count, int64_t column,
-                   int64_t columns) {
+void moer_blas_products(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count,
+                        int64_t column, int64_t columns) {
     const float *logits = (const float *)((char *)problem->workspace + plan->dense);
-    float *sums = (float *)((char *)problem->workspace + plan->sums);
     float *scratch = (float *)((char *)problem->workspace + plan->scratch);
     if (problem->grad_weight.data)
-        weight_product(problem, logits, sums, first, count, column, columns, scratch);
+        weight_product(problem, plan, logits, first, count, column, columns, scratch);
     if (problem->grad_hidden.data)
         hidden_product(problem, logits, first, count, column, columns, scratch);
 }
 
-void blas_info(char *text, size_t size) {
+void moer_blas_info(char *text, size_t size) {
     static const char *const parallel[] = {"sequential", "pthreads", "OpenMP"};
     int kind = openblas_get_parallel();
     snprintf(text, size, "%s; core %s, %d threads (%s)", openblas_get_config(), openblas_get_corename(),

@@ -69,13 +69,13 @@ static inline float round_to(enum element type, float value) {
 }
 
 /* Views of tensors. An absent one has no data; one without data, as in a query, has some address. */
-struct rows rows_of(const DLTensor *tensor);
-struct ids ids_of(const DLTensor *tensor, const char *name);
+struct rows moer_cpu_rows(const DLTensor *tensor);
+struct ids moer_cpu_ids(const DLTensor *tensor, const char *name);
 
 /* products.c. The three functions of an implementation, for the problem of a call. */
-enum moer_status problem_run(const struct problem *problem, struct moer_message *message);
-enum moer_status problem_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message);
-enum moer_status problem_explain(const struct problem *problem, struct moer_message *message);
+enum moer_status moer_cpu_run(const struct problem *problem, struct moer_message *message);
+enum moer_status moer_cpu_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message);
+enum moer_status moer_cpu_explain(const struct problem *problem, struct moer_message *message);
 
 /* backend.c. What the environment says, read once. */
 struct settings {
@@ -84,10 +84,10 @@ struct settings {
     enum { PRODUCTS_DEFAULT, PRODUCTS_OWN, PRODUCTS_OPENBLAS, PRODUCTS_UNKNOWN } products;
     int deterministic;
 };
-const struct settings *cpu_settings(void);
+const struct settings *moer_cpu_settings(void);
 /* The instruction sets this machine has kernels for: "portable, avx2". */
-const char *cpu_kernel_names(void);
+const char *moer_cpu_kernel_names(void);
 
-extern const struct moer_implementation cpu_softmax_topk_backward, cpu_sigmoid_topk_backward;
+extern const struct moer_implementation moer_cpu_softmax_topk_backward, moer_cpu_sigmoid_topk_backward;
 
 #endif

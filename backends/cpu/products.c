@@ -14,10 +14,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Memory besides the sums, 4*E*H bytes; the three stay below 64 MiB together. */
-static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, BLAS_BYTES = 44 << 20;
+/* Memory besides the sums, 4*E*H bytes; together it stays below 64 MiB. */
+static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, LOST_BYTES = 20 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
 enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
+/* OpenBLAS's threads and OpenMP's spin for a while after their work, in each other's way: few, long turns. */
+enum { BLAS_BLOCK_TOKENS = 4096 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
 
@@ -38,7 +40,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     int64_t entries = problem->sparse_row ? problem->top_k : 0;
     /* A token's G: a float an expert, or its entries twice, by token and by expert. */
     int64_t token_bytes = (dense ? 4 * problem->experts : 0) + entries * (dense ? 8 : 16) + 8;
-    plan.block = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, BLOCK_TOKENS));
+    int64_t most = blas ? BLAS_BLOCK_TOKENS : BLOCK_TOKENS;
+    plan.block = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, most));
 
     if (dense)
         plan.dense = take(&plan.bytes, (size_t)plan.block * (size_t)problem->experts * sizeof(float));
@@ -49,11 +52,16 @@ static struct plan make_plan(const struct problem *problem, int blas) {
         plan.by_expert = take(&plan.bytes, (size_t)(plan.block * entries) * sizeof(union entry));
         plan.expert_ends = take(&plan.bytes, (size_t)(problem->experts + 2) * sizeof(int32_t));
     }
+    size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
     if (problem->grad_weight.data)
-        plan.sums = take(&plan.bytes, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
+        plan.sums = take(&plan.bytes, sums_bytes);
+    plan.compensated = problem->grad_weight.data && sums_bytes <= LOST_BYTES && problem->tokens > plan.block;
+    if (plan.compensated)
+        plan.lost = take(&plan.bytes, sums_bytes);
     if (blas) {
-        size_t column_bytes = blas_column_bytes(problem, plan.block);
-        plan.columns = clamp(column_bytes ? (int64_t)(BLAS_BYTES / column_bytes) : problem->hidden, 1, problem->hidden);
+        size_t column_bytes = moer_blas_column_bytes(problem, plan.block);
+        plan.columns =
+            clamp(column_bytes ? (int64_t)(SCRATCH_BYTES / column_bytes) : problem->hidden, 1, problem->hidden);
         plan.scratch = take(&plan.bytes, column_bytes * (size_t)plan.columns);
     } else {
         int64_t slices = (problem->hidden + SLICE_COLUMNS - 1) / SLICE_COLUMNS;
@@ -68,8 +76,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
 
 /* Whether OpenBLAS may do this problem's products, leaving aside where it is called from. */
 static int may_use_blas(const struct problem *problem) {
-    const struct settings *settings = cpu_settings();
-    if (settings->deterministic || settings->products == PRODUCTS_OWN || !blas_can(problem))
+    const struct settings *settings = moer_cpu_settings();
+    if (settings->deterministic || settings->products == PRODUCTS_OWN || !moer_blas_can(problem))
         return 0;
     /* A sparse G is no matrix product: even dense float32 loses to its few non-zeros. */
     return settings->products == PRODUCTS_OPENBLAS || (problem->weight.type == F32 && !problem->sparse_row);
@@ -94,7 +102,7 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
     if (problem->dense_row) {
         problem->dense_row(problem->operation, first + token, dense);
         if (to)
-            cpu_settings()->kernels->narrow(to, out->type, dense, problem->experts);
+            moer_cpu_settings()->kernels->narrow(to, out->type, dense, problem->experts);
         return;
     }
     *count = problem->sparse_row(problem->operation, first + token, entries);
@@ -107,7 +115,7 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
         int64_t size = out->type == F32 ? 4 : 2;
         memset(to, 0, (size_t)(problem->experts * size));
         for (int32_t i = 0; i < *count; i++)
-            cpu_settings()->kernels->narrow(to + entries[i].index * size, out->type, &entries[i].value, 1);
+            moer_cpu_settings()->kernels->narrow(to + entries[i].index * size, out->type, &entries[i].value, 1);
     }
 }
 
@@ -148,14 +156,10 @@ static void run_slice(const struct problem *problem, const struct plan *plan, in
                             .column = column,
                             .columns = clamp(problem->hidden - column, 0, SLICE_COLUMNS),
                             .logits = logits_of(problem, plan),
-                            .sums = at(problem, plan->sums),
+                            .sums = slice_sums(problem, plan, column),
+                            .lost = slice_lost(problem, plan, column),
                             .scratch = at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
-    cpu_settings()->kernels->slice(&job);
-}
-
-static void finish_row(const struct problem *problem, const struct plan *plan, int64_t expert) {
-    const float *sums = at(problem, plan->sums);
-    cpu_settings()->kernels->finish(problem, sums + expert * problem->hidden, expert);
+    moer_cpu_settings()->kernels->slice(&job);
 }
 
 static void run_own(const struct problem *problem, const struct plan *plan) {
@@ -188,7 +192,7 @@ static void run_blas(const struct problem *problem, const struct plan *plan) {
         for (int64_t token = 0; token < count; token++)
             make_row(problem, plan, first, token);
         for (int64_t column = 0; column < problem->hidden; column += plan->columns)
-            blas_products(problem, plan, first, count, column, clamp(problem->hidden - column, 0, plan->columns));
+            moer_blas_products(problem, plan, first, count, column, clamp(problem->hidden - column, 0, plan->columns));
     }
 }
 
@@ -200,7 +204,12 @@ static void finish(const struct problem *problem, const struct plan *plan) {
         memset(at(problem, plan->sums), 0, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
 #pragma omp parallel for schedule(static) if (problem->experts * problem->hidden > 1 << 16)
     for (int64_t expert = 0; expert < problem->experts; expert++)
-        finish_row(problem, plan, expert);
+        for (int64_t column = 0; column < problem->hidden; column += plan->columns) {
+            int64_t columns = clamp(problem->hidden - column, 0, plan->columns);
+            const float *lost = slice_lost(problem, plan, column);
+            moer_cpu_settings()->kernels->finish(problem, slice_sums(problem, plan, column) + expert * columns,
+                                                 lost ? lost + expert * columns : NULL, expert, column, columns);
+        }
 }
 
 /* Refuses ids outside [-1, E), and counts them. */
@@ -225,10 +234,10 @@ static enum moer_status check_ids(const struct problem *problem, struct moer_mes
 }
 
 static enum moer_status check_problem(const struct problem *problem, struct moer_message *message) {
-    const struct settings *settings = cpu_settings();
+    const struct settings *settings = moer_cpu_settings();
     if (!settings->kernels)
         return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_ISA is %s, which is none of %s", settings->kernels_name,
-                         cpu_kernel_names());
+                         moer_cpu_kernel_names());
     if (settings->products == PRODUCTS_UNKNOWN)
         return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_PRODUCTS is %s but must be openblas or own",
                          getenv("MOER_CPU_PRODUCTS"));
@@ -239,7 +248,7 @@ static enum moer_status check_problem(const struct problem *problem, struct moer
     return MOER_OK;
 }
 
-enum moer_status problem_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message) {
+enum moer_status moer_cpu_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message) {
     enum moer_status status = check_problem(problem, message);
     if (status)
         return status;
@@ -252,15 +261,15 @@ enum moer_status problem_workspace_size(const struct problem *problem, size_t *b
     return MOER_OK;
 }
 
-enum moer_status problem_explain(const struct problem *problem, struct moer_message *message) {
+enum moer_status moer_cpu_explain(const struct problem *problem, struct moer_message *message) {
     enum moer_status status = check_problem(problem, message);
     if (!status)
         moer_fail(message, MOER_OK, "cpu, %s G, %s products", problem->sparse_row ? "sparse" : "dense",
-                  choose_plan(problem).blas ? "OpenBLAS" : cpu_settings()->kernels_name);
+                  choose_plan(problem).blas ? "OpenBLAS" : moer_cpu_settings()->kernels_name);
     return status;
 }
 
-enum moer_status problem_run(const struct problem *caller, struct moer_message *message) {
+enum moer_status moer_cpu_run(const struct problem *caller, struct moer_message *message) {
     struct problem copy = *caller, *problem = &copy;
     void *allocated = NULL;
     enum moer_status status = check_problem(problem, message);

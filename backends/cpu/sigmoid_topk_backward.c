@@ -72,20 +72,20 @@ static struct problem make_problem(const struct moer_sigmoid_topk_backward_args 
     double scaling = args->routed_scaling_factor;
     *op = (struct operation){.top_k = args->topk_indices->shape[1],
                              .scaling = (float)(scaling == 0 ? 1 : scaling),
-                             .incoming = rows_of(args->grad_topk_weights),
-                             .scores = rows_of(args->scores),
-                             .normalized = rows_of(args->topk_weights_normalized),
-                             .denominator = rows_of(args->denominator),
-                             .ids = ids_of(args->topk_indices, "topk_indices")};
+                             .incoming = moer_cpu_rows(args->grad_topk_weights),
+                             .scores = moer_cpu_rows(args->scores),
+                             .normalized = moer_cpu_rows(args->topk_weights_normalized),
+                             .denominator = moer_cpu_rows(args->denominator),
+                             .ids = moer_cpu_ids(args->topk_indices, "topk_indices")};
     return (struct problem){.tokens = args->hidden_states->shape[0],
                             .hidden = args->hidden_states->shape[1],
                             .experts = args->weight->shape[0],
                             .top_k = op->top_k,
-                            .hidden_states = rows_of(args->hidden_states),
-                            .weight = rows_of(args->weight),
-                            .grad_hidden = rows_of(args->grad_hidden_states),
-                            .grad_weight = rows_of(args->grad_weight),
-                            .grad_logits = rows_of(args->grad_logits),
+                            .hidden_states = moer_cpu_rows(args->hidden_states),
+                            .weight = moer_cpu_rows(args->weight),
+                            .grad_hidden = moer_cpu_rows(args->grad_hidden_states),
+                            .grad_weight = moer_cpu_rows(args->grad_weight),
+                            .grad_logits = moer_cpu_rows(args->grad_logits),
                             .accumulate = args->accumulate,
                             .ids = op->ids,
                             .invalid_ids = moer_data(args->invalid_ids),
@@ -97,19 +97,19 @@ static struct problem make_problem(const struct moer_sigmoid_topk_backward_args 
 static enum moer_status run(const void *args, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_run(&problem, message);
+    return moer_cpu_run(&problem, message);
 }
 
 static enum moer_status workspace_size(const void *args, size_t *bytes, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_workspace_size(&problem, bytes, message);
+    return moer_cpu_workspace_size(&problem, bytes, message);
 }
 
 static enum moer_status explain(const void *args, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_explain(&problem, message);
+    return moer_cpu_explain(&problem, message);
 }
 
-const struct moer_implementation cpu_sigmoid_topk_backward = {run, workspace_size, explain};
+const struct moer_implementation moer_cpu_sigmoid_topk_backward = {run, workspace_size, explain};

@@ -26,7 +26,8 @@ enum {
     TILE_COLUMNS = TILE_VECTORS * LANES,
     SPARSE_COLUMNS = 64,
     SPARSE_VECTORS = SPARSE_COLUMNS / LANES,
-    CHAIN = 64
+    CHAIN = 64,
+    PREFETCH_ROWS = 8
 };
 
 typedef float vector __attribute__((vector_size(VECTOR_BYTES), may_alias));
@@ -73,6 +74,21 @@ static void add(float *restrict to, const float *restrict from, int64_t count) {
         to[i] += from[i];
 }
 
+/* to + lost is the sum so far, lost what rounding took from it (Knuth's two-sum): without it the error of a sum over
+ * blocks would grow with their number. */
+static void accumulate(float *restrict to, float *restrict lost, const float *restrict from, int64_t count) {
+    if (!lost) {
+        add(to, from, count);
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++) {
+        float sum = to[i] + from[i], taken = sum - to[i];
+        lost[i] += (to[i] - (sum - taken)) + (from[i] - taken);
+        to[i] = sum;
+    }
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -89,13 +105,18 @@ static inline char *element_address(const struct rows *rows, int64_t row, int64_
  */
 static void pack(float *panel, int64_t width, const struct rows *rows, int64_t first, int64_t count, int64_t column,
                  int64_t columns) {
-    for (int64_t row = 0; row < count; row++)
+    for (int64_t row = 0; row < count; row++) {
+        /* Rows lie too far apart for the hardware to foresee the next. */
+        const char *later = element_address(rows, first + smaller(row + PREFETCH_ROWS, count - 1), column);
+        for (int64_t byte = 0; byte < columns * element_size(rows->type); byte += 64)
+            __builtin_prefetch(later + byte);
         for (int64_t from = 0; from < columns; from += width) {
             float *to = panel + from * count + row * width;
             int64_t valid = smaller(width, columns - from);
             widen(to, element_address(rows, first + row, column + from), rows->type, valid);
             memset(to + valid, 0, (size_t)(width - valid) * sizeof *to);
         }
+    }
 }
 
 /* sums[r][] += sum over i of g[r * row + i * term] * panel[i][]. */
@@ -139,6 +160,12 @@ static void tile(int64_t rows, int64_t terms, const float *g, int64_t row, int64
         tile_rows(1, terms, g, row, term, panel, sums);
 }
 
+static void add_to_weight(const struct slice_job *job, int64_t expert, int64_t column, const float *from,
+                          int64_t count) {
+    int64_t offset = expert * job->columns + column;
+    accumulate(job->sums + offset, job->lost ? job->lost + offset : NULL, from, count);
+}
+
 /* grad_hidden_states of the block, dense G: tokens x experts times experts x columns. */
 static void dense_hidden(const struct slice_job *job, float *panel, float *partial) {
     const struct problem *problem = job->problem;
@@ -179,8 +206,7 @@ static void dense_weight(const struct slice_job *job, float *panel) {
             int64_t rows = smaller(TILE_ROWS, experts - expert);
             tile(rows, job->count, job->logits.dense + expert, 1, experts, panel + column * job->count, sums);
             for (int64_t r = 0; r < rows; r++)
-                add(job->sums + (expert + r) * problem->hidden + job->column + column, sums[r],
-                    smaller(TILE_COLUMNS, job->columns - column));
+                add_to_weight(job, expert + r, column, sums[r], smaller(TILE_COLUMNS, job->columns - column));
         }
 }
 
@@ -236,8 +262,7 @@ static void sparse_weight(const struct slice_job *job, float *panel) {
             if (count == 0)
                 continue;
             sparse_sum(job->logits.by_expert + ends[expert], count, panel + column * job->count, NULL, 0, 0, sums);
-            add(job->sums + expert * problem->hidden + job->column + column, sums,
-                smaller(SPARSE_COLUMNS, job->columns - column));
+            add_to_weight(job, expert, column, sums, smaller(SPARSE_COLUMNS, job->columns - column));
         }
 }
 
@@ -245,9 +270,11 @@ static void slice(const struct slice_job *job) {
     const struct problem *problem = job->problem;
     float *weight_panel = job->scratch;
     float *hidden_panel = weight_panel + slice_panel_experts(problem) * SLICE_COLUMNS;
+    size_t sums_bytes = (size_t)(problem->experts * job->columns) * sizeof(float);
     if (problem->grad_weight.data && job->first == 0)
-        for (int64_t expert = 0; expert < problem->experts; expert++)
-            memset(job->sums + expert * problem->hidden + job->column, 0, (size_t)job->columns * sizeof(float));
+        memset(job->sums, 0, sums_bytes);
+    if (problem->grad_weight.data && job->first == 0 && job->lost)
+        memset(job->lost, 0, sums_bytes);
     if (problem->grad_weight.data && problem->sparse_row)
         sparse_weight(job, hidden_panel);
     else if (problem->grad_weight.data)
@@ -258,19 +285,24 @@ static void slice(const struct slice_job *job) {
         dense_hidden(job, weight_panel, hidden_panel + (problem->grad_weight.data ? job->count * SLICE_COLUMNS : 0));
 }
 
-static void finish(const struct problem *problem, const float *sums, int64_t expert) {
-    char *row = element_address(&problem->grad_weight, expert, 0);
+static void finish(const struct problem *problem, const float *sums, const float *lost, int64_t expert, int64_t column,
+                   int64_t columns) {
     enum element type = problem->grad_weight.type;
-    for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS) {
-        int64_t count = smaller(SLICE_COLUMNS, problem->hidden - column);
-        char *to = row + column * element_size(type);
-        float total[SLICE_COLUMNS];
+    for (int64_t from = 0; from < columns; from += SLICE_COLUMNS) {
+        char *to = element_address(&problem->grad_weight, expert, column + from);
+        int64_t count = smaller(SLICE_COLUMNS, columns - from);
+        float total[SLICE_COLUMNS], old[SLICE_COLUMNS];
+        memcpy(total, sums + from, (size_t)count * sizeof *total);
+        if (lost)
+#pragma omp simd
+            for (int64_t i = 0; i < count; i++) /* what an infinite sum has lost is NaN */
+                total[i] += lost[from + i] == lost[from + i] ? lost[from + i] : 0;
         if (problem->accumulate) {
-            widen(total, to, type, count);
-            add(total, sums + column, count);
+            widen(old, to, type, count);
+            add(total, old, count);
         }
-        narrow(to, type, problem->accumulate ? total : sums + column, count);
+        narrow(to, type, total, count);
     }
 }
 
-const struct slice_kernels SLICE_KERNELS = {slice, finish, widen, narrow};
+const struct slice_kernels SLICE_KERNELS = {slice, finish, accumulate, widen, narrow};

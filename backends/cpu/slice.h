@@ -27,15 +27,19 @@ struct slice_job {
     int64_t first, count;    /* the block's tokens */
     int64_t column, columns; /* the slice */
     struct block_logits logits;
-    float *sums;    /* [E][H]: the weight gradient so far; the first block starts it */
+    float *sums;    /* [E][columns]: the weight gradient so far; the first block starts it */
+    float *lost;    /* [E][columns], or NULL: what rounding took from the sums */
     float *scratch; /* slice_scratch() bytes, aligned to 64 */
 };
 
 struct slice_kernels {
     /* Writes the block's rows of grad_hidden_states and adds to the sums, where the problem asks for them. */
     void (*slice)(const struct slice_job *job);
-    /* Rounds a row of sums into the weight gradient. */
-    void (*finish)(const struct problem *problem, const float *sums, int64_t expert);
+    /* Rounds sums (and what they lost) of an expert into columns of the weight gradient. */
+    void (*finish)(const struct problem *problem, const float *sums, const float *lost, int64_t expert, int64_t column,
+                   int64_t columns);
+    /* sums += from; *lost, where there is one, keeps what rounding took. */
+    void (*accumulate)(float *sums, float *lost, const float *from, int64_t count);
     /* count elements, as float32 and back. */
     void (*widen)(float *to, const void *from, enum element type, int64_t count);
     void (*narrow)(void *to, enum element type, const float *from, int64_t count);

@@ -50,7 +50,8 @@ static void softmax_row(const void *operation, int64_t token, float *row) {
     const struct operation *op = operation;
     const float *p = (const float *)(op->probs.data + token * op->probs.stride);
     if (op->direct.data)
-        cpu_settings()->kernels->widen(row, op->direct.data + token * op->direct.stride, op->direct.type, op->experts);
+        moer_cpu_settings()->kernels->widen(row, op->direct.data + token * op->direct.stride, op->direct.type,
+                                            op->experts);
     else
         memset(row, 0, (size_t)op->experts * sizeof *row);
     scatter(op, token, p, row);
@@ -76,14 +77,14 @@ static struct problem make_problem(const struct moer_softmax_topk_backward_args 
     const DLTensor *mask = args->grad_expert_mask;
     *op = (struct operation){.experts = args->gate_weight->shape[0],
                              .top_k = args->selected_experts->shape[1],
-                             .probs = rows_of(args->routing_probs),
-                             .sum = rows_of(args->routing_weights_sum),
-                             .incoming = rows_of(args->grad_routing_weights),
-                             .direct = rows_of(args->grad_router_logits),
-                             .ids = ids_of(args->selected_experts, "selected_experts"),
+                             .probs = moer_cpu_rows(args->routing_probs),
+                             .sum = moer_cpu_rows(args->routing_weights_sum),
+                             .incoming = moer_cpu_rows(args->grad_routing_weights),
+                             .direct = moer_cpu_rows(args->grad_router_logits),
+                             .ids = moer_cpu_ids(args->selected_experts, "selected_experts"),
                              .mask = mask};
     if (mask) {
-        op->mask_data = rows_of(mask);
+        op->mask_data = moer_cpu_rows(mask);
         op->mask_expert = moer_stride(mask, 0) * moer_element_size(mask);
         op->mask_slot = moer_stride(mask, 1) * moer_element_size(mask);
         op->mask_token = moer_stride(mask, 2) * moer_element_size(mask);
@@ -92,11 +93,11 @@ static struct problem make_problem(const struct moer_softmax_topk_backward_args 
                             .hidden = args->hidden_states->shape[1],
                             .experts = op->experts,
                             .top_k = op->top_k,
-                            .hidden_states = rows_of(args->hidden_states),
-                            .weight = rows_of(args->gate_weight),
-                            .grad_hidden = rows_of(args->grad_hidden_states),
-                            .grad_weight = rows_of(args->grad_gate_weight),
-                            .grad_logits = rows_of(args->grad_logits),
+                            .hidden_states = moer_cpu_rows(args->hidden_states),
+                            .weight = moer_cpu_rows(args->gate_weight),
+                            .grad_hidden = moer_cpu_rows(args->grad_hidden_states),
+                            .grad_weight = moer_cpu_rows(args->grad_gate_weight),
+                            .grad_logits = moer_cpu_rows(args->grad_logits),
                             .accumulate = args->accumulate,
                             .ids = op->ids,
                             .invalid_ids = moer_data(args->invalid_ids),
@@ -108,19 +109,19 @@ static struct problem make_problem(const struct moer_softmax_topk_backward_args 
 static enum moer_status run(const void *args, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_run(&problem, message);
+    return moer_cpu_run(&problem, message);
 }
 
 static enum moer_status workspace_size(const void *args, size_t *bytes, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_workspace_size(&problem, bytes, message);
+    return moer_cpu_workspace_size(&problem, bytes, message);
 }
 
 static enum moer_status explain(const void *args, struct moer_message *message) {
     struct operation op;
     struct problem problem = make_problem(args, &op);
-    return problem_explain(&problem, message);
+    return moer_cpu_explain(&problem, message);
 }
 
-const struct moer_implementation cpu_softmax_topk_backward = {run, workspace_size, explain};
+const struct moer_implementation moer_cpu_softmax_topk_backward = {run, workspace_size, explain};

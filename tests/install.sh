@@ -1,0 +1,62 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# install.sh BUILD STAGE: installs the build folder under STAGE, builds the example against it as a user would, shared and
+# static, runs both, looks at what the library exports and needs, uninstalls, and expects nothing to be left.
+set -eu
+build=$1 stage=$2
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$stage"
+stage=$(cd "$stage" && pwd)
+passed=0
+check() { # NAME COMMAND...
+    name=$1
+    shift
+    if "$@" >"$stage/log" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok $name"
+    else
+        cat "$stage/log"
+        echo "FAILED $name"
+        echo "$passed passed, 1 failed"
+        exit 1
+    fi
+}
+
+root=$stage/root prefix=$(sed -n 's/^prefix = //p' "$build/Makefile")
+libdir=$root$prefix/lib
+export PKG_CONFIG_PATH="$libdir/pkgconfig"
+flags() { # What pkg-config says, as if the stage were the prefix.
+    pkg-config --define-variable=prefix="$root$prefix" "$@" moerouter
+}
+compile() { # OUT FLAGS...
+    out=$1
+    shift
+    ${CC:-gcc} -Wall -Werror "$here/../examples/backward.c" -o "$out" "$@"
+}
+# The shared library would be taken before the static one of the same name.
+static_libs() {
+    flags --static --libs | sed 's/-lmoerouter/-l:libmoerouter.a/'
+}
+
+check 'make install DESTDIR' make -s -C "$build" install DESTDIR="$root"
+check 'no build or staging path in moerouter.pc' \
+    sh -c "! grep -nE '$stage|$(cd "$build" && pwd)' '$libdir/pkgconfig/moerouter.pc'"
+# shellcheck disable=SC2046
+check 'shared consumer builds' compile "$stage/shared" $(flags --cflags --libs)
+check 'shared consumer runs' env LD_LIBRARY_PATH="$libdir" "$stage/shared"
+# shellcheck disable=SC2046
+check 'static consumer builds' compile "$stage/static" $(flags --cflags) $(static_libs)
+check 'static consumer runs' "$stage/static"
+check 'static consumer does not need the shared library' sh -c "! readelf -d '$stage/static' | grep -q moerouter"
+check 'only moer_* is exported' sh -c "! nm -D --defined-only '$libdir/libmoerouter.so' | grep -vE ' (moer_|MOER_)'"
+check 'global names of the static library are moer_*' sh -c \
+    "! nm -g --defined-only '$libdir/libmoerouter.a' | grep -E '^[0-9a-f]+ ' | grep -vE ' moer_'"
+check 'soname' sh -c "readelf -d '$libdir/libmoerouter.so' | grep -q 'SONAME.*\[libmoerouter.so.0\]'"
+check 'no CUDA library is needed' sh -c "! readelf -d '$libdir/libmoerouter.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
+check 'a backend has no undefined name of the library' sh -c "! nm -u '$build'/.libs/libcpu.a | grep ' moer_' |
+    grep -vE ' moer_(cpu|slice|blas)_'"
+check 'the header compiles as C++' sh -c \
+    "echo '#include <moerouter/moerouter.h>' | ${CC:-gcc} -x c++ -fsyntax-only -Wall -Werror $(flags --cflags) -"
+check 'make uninstall' make -s -C "$build" uninstall DESTDIR="$root"
+check 'nothing is left' sh -c "! find '$root' -type f -o -type l | grep ."
+echo "$passed passed, 0 failed"

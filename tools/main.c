@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The moerouter command: finds the subcommand, and what all of them share: help, messages, options, exit status. */
+#include "command.h"
+
+#include <errno.h>
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "call.h"
+
+static const struct subcommand {
+    const char *name;
+    int (*main)(int argc, char **argv);
+    const char *help;
+} subcommands[] = {
+    {"info", info_main,
+     "Usage: moerouter info\n"
+     "\n"
+     "Prints the version and, of each backend, whether it can be used here, or why not, and what it says of itself.\n"},
+    {"make", make_main,
+     "Usage: moerouter make OPERATION --tokens N [OPTION]... -o FILE\n"
+     "\n"
+     "Draws the inputs of an operation at random and writes them to a safetensors file. The same options give the\n"
+     "same bytes on every machine. Sizes that are not given are those of the public benchmark suite.\n"
+     "\n"
+     "  --tokens N           number of tokens\n"
+     "  --hidden H           hidden size\n"
+     "  --experts E          number of experts\n"
+     "  --top-k K            experts chosen for each token, at most E\n"
+     "  --seed S             seed of the random numbers, 0 to 2^64 - 1 (0)\n"
+     "  --dtype DTYPE        bfloat16, float16 or float32 (bfloat16)\n"
+     "  -o, --output FILE    the file to write\n"
+     "\n"
+     "OPERATION is softmax_topk_backward or sigmoid_topk_backward.\n"},
+    {"run", run_main,
+     "Usage: moerouter run OPERATION FILE [OPTION]...\n"
+     "\n"
+     "Runs an operation on the tensors of a safetensors file and writes its outputs to another. Where the file holds\n"
+     "expected.NAME for an output, the result is held to it, within the bounds of the library's tests.\n"
+     "\n"
+     "  -o, --output FILE        the file to write; needed unless the result is held to something\n"
+     "  --check                  hold the result to a loop in double precision\n"
+     "  --device DEVICE          cpu or cuda:N (cpu)\n"
+     "  --output-dtype DTYPE     float32, or the dtype of hidden_states, which is the default\n"
+     "\n"
+     "OPERATION is softmax_topk_backward or sigmoid_topk_backward. The exit status is 1 where a result is out of its\n"
+     "bounds, 2 where something else is wrong.\n"},
+};
+
+enum { SUBCOMMANDS = sizeof subcommands / sizeof subcommands[0] };
+
+static const char usage[] = "Usage: moerouter SUBCOMMAND [ARGUMENT]...\n"
+                            "       moerouter --help | --version\n"
+                            "\n"
+                            "Backward passes of Mixture-of-Experts routers, from the command line.\n"
+                            "\n"
+                            "  info    the version and the backends that can be used here\n"
+                            "  make    draw the inputs of an operation into a file\n"
+                            "  run     run an operation on a file, write or check the result\n"
+                            "\n"
+                            "'moerouter SUBCOMMAND --help' says more.\n";
+
+/* "moerouter make", once the subcommand is known: who speaks in a message. */
+static char speaker[32] = "moerouter";
+
+int complain(const char *format, ...) {
+    char message[1024];
+    va_list values;
+    va_start(values, format);
+    vsnprintf(message, sizeof message, format, values);
+    va_end(values);
+    for (char *c = message; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 127)
+            *c = '?';
+    fprintf(stderr, "%s: %s\n", speaker, message);
+    return EXIT_TROUBLE;
+}
+
+const char *library_error(enum moer_status status) {
+    const char *error = moer_last_error(), *colon = strstr(error, ": ");
+    return colon ? colon + 2 : moer_status_string(status); /* a tool may run out of memory where the library did not */
+}
+
+static int refuse_arguments(void) {
+    fprintf(stderr, "Try '%s --help'.\n", speaker);
+    return EXIT_TROUBLE;
+}
+
+int parse_arguments(int argc, char **argv, struct command_option *options, size_t option_count,
+                    const char *const *names, const char **arguments, size_t count) {
+    struct option table[COMMAND_MAX_OPTIONS + 1] = {0};
+    char letters[2 * COMMAND_MAX_OPTIONS + 1] = "";
+    for (size_t i = 0; i < option_count; i++) {
+        /* getopt_long() answers with the option's position, or with its letter. */
+        table[i] = (struct option){options[i].name, options[i].takes_value, NULL, (int)i};
+        if (options[i].letter)
+            snprintf(letters + strlen(letters), 3, "%c%s", options[i].letter, options[i].takes_value ? ":" : "");
+    }
+    argv[0] = speaker; /* getopt_long() begins its messages with it */
+    for (int found; (found = getopt_long(argc, argv, letters, table, NULL)) != -1;) {
+        if (found == '?')
+            return refuse_arguments();
+        struct command_option *option = options;
+        while (option->letter != found && option - options != found)
+            option++;
+        if (option->value) {
+            complain("--%s is given twice", option->name);
+            return refuse_arguments();
+        }
+        option->value = optarg ? optarg : "";
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (optind == argc) {
+            complain("%s is missing", names[i]);
+            return refuse_arguments();
+        }
+        arguments[i] = argv[optind++];
+    }
+    if (optind < argc) {
+        complain("'%s' is an argument too many", argv[optind]);
+        return refuse_arguments();
+    }
+    return 0;
+}
+
+int read_operation(const char *name, enum moer_operation *operation) {
+    *operation = call_find_operation(name);
+    if (*operation == MOER_OPERATIONS)
+        return complain("'%s' is no operation: there are %s and %s", name,
+                        moer_operation_name(MOER_SOFTMAX_TOPK_BACKWARD),
+                        moer_operation_name(MOER_SIGMOID_TOPK_BACKWARD));
+    return 0;
+}
+
+int read_dtype(const struct command_option *option, const char *usual, DLDataType *dtype) {
+    if (!dtype_parse(option->value ? option->value : usual, dtype) || dtype->code == kDLInt || dtype->bits > 32)
+        return complain("--%s '%s' must be bfloat16, float16 or float32", option->name, option->value);
+    return 0;
+}
+
+static int print(const char *text) {
+    fputs(text, stdout);
+    return 0;
+}
+
+static int run_subcommand(const struct subcommand *subcommand, int argc, char **argv) {
+    snprintf(speaker, sizeof speaker, "moerouter %s", subcommand->name);
+    for (int i = 1; i < argc && strcmp(argv[i], "--") != 0; i++)
+        if (strcmp(argv[i], "--help") == 0)
+            return print(subcommand->help);
+    return subcommand->main(argc, argv);
+}
+
+static int run_command(int argc, char **argv) {
+    if (argc < 2) {
+        complain("a subcommand is missing");
+        return refuse_arguments();
+    }
+    for (int i = 0; i < SUBCOMMANDS; i++)
+        if (strcmp(argv[1], subcommands[i].name) == 0)
+            return run_subcommand(&subcommands[i], argc - 1, argv + 1);
+    const int help = strcmp(argv[1], "--help") == 0, version = strcmp(argv[1], "--version") == 0;
+    if (!help && !version) {
+        complain("there is no subcommand '%s'", argv[1]);
+        return refuse_arguments();
+    }
+    if (argc > 2) {
+        complain("'%s' is an argument too many", argv[2]);
+        return refuse_arguments();
+    }
+    if (help)
+        return print(usage);
+    printf("moerouter %s\n", moer_version());
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    const int status = run_command(argc, argv);
+    if (fflush(stdout) != 0 || ferror(stdout))
+        return complain("cannot write to standard output: %s", strerror(errno));
+    return status;
+}

@@ -7,7 +7,6 @@
 PyTorch runs the formulas of moerouter.h in bfloat16, its two products by oneDNN where it was built with it. Medians, warm.
 Needs python3-torch."""
 import argparse
-import ctypes
 import os
 import statistics
 import time
@@ -22,47 +21,11 @@ ap.add_argument("--float32", action="store_true", help="float32 tensors instead 
 options = ap.parse_args()
 os.environ["OMP_NUM_THREADS"] = str(options.threads)
 import torch  # noqa: E402  (after OMP_NUM_THREADS)
+import moerouter  # noqa: E402
 
 torch.set_num_threads(options.threads)
 T = torch.float32 if options.float32 else torch.bfloat16
-library = ctypes.CDLL(options.library)
-library.moer_last_error.restype = ctypes.c_char_p
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("device_type", ctypes.c_int), ("device_id", ctypes.c_int),
-                ("ndim", ctypes.c_int), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-                ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
-                ("byte_offset", ctypes.c_uint64)]
-
-
-CODES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int64: (0, 64)}
-
-
-def describe(tensor):
-    code, bits = CODES[tensor.dtype]
-    shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
-    strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
-    return DLTensor(tensor.data_ptr(), 1, 0, tensor.dim(), code, bits, 1, shape, strides, 0)
-
-
-POINTER = ctypes.POINTER(DLTensor)
-COMMON = [("size", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("workspace", ctypes.c_void_p),
-          ("workspace_size", ctypes.c_size_t), ("invalid_ids", POINTER), ("accumulate", ctypes.c_int)]
-OUTPUTS = {"softmax": ["grad_hidden_states", "grad_gate_weight"], "sigmoid": ["grad_hidden_states", "grad_weight"]}
-
-
-class Softmax(ctypes.Structure):
-    _fields_ = COMMON + [(n, POINTER) for n in (
-        "hidden_states", "gate_weight", "router_logits", "routing_probs", "selected_experts", "routing_weights_sum",
-        "grad_routing_weights", "grad_expert_mask", "grad_router_logits", "grad_hidden_states", "grad_gate_weight",
-        "grad_logits")]
-
-
-class Sigmoid(ctypes.Structure):
-    _fields_ = COMMON + [("routed_scaling_factor", ctypes.c_double)] + [(n, POINTER) for n in (
-        "hidden_states", "weight", "grad_topk_weights", "scores", "topk_indices", "topk_weights",
-        "topk_weights_normalized", "denominator", "grad_hidden_states", "grad_weight", "grad_logits")]
+library = moerouter.Library(options.library)
 
 
 def softmax_case(n, h=2048, e=128, k=8):
@@ -120,26 +83,10 @@ def median_ms(functions):
 
 
 def compare(name, n):
-    case, pytorch, Args = {"softmax": (softmax_case, softmax_pytorch, Softmax),
-                           "sigmoid": (sigmoid_case, sigmoid_pytorch, Sigmoid)}[name]
-    function = getattr(library, f"moer_{name}_topk_backward")
+    case, pytorch = {"softmax": (softmax_case, softmax_pytorch), "sigmoid": (sigmoid_case, sigmoid_pytorch)}[name]
     torch.manual_seed(n)
     tensors = case(n)
-    weight = tensors["gate_weight" if name == "softmax" else "weight"]
-    outputs = [torch.empty_like(tensors["hidden_states"]), torch.empty_like(weight)]
-    described = {k: describe(v) for k, v in list(tensors.items()) + list(zip(OUTPUTS[name], outputs))}
-    args = Args(size=ctypes.sizeof(Args), **{k: ctypes.pointer(v) for k, v in described.items()})
-    if name == "sigmoid":
-        args.routed_scaling_factor = 2.5
-    size = ctypes.c_size_t()
-    getattr(library, f"moer_{name}_topk_backward_workspace_size")(ctypes.byref(args), ctypes.byref(size))
-    workspace = ctypes.create_string_buffer(size.value + 256)
-    args.workspace, args.workspace_size = (ctypes.addressof(workspace) + 255) // 256 * 256, size.value
-
-    def ours():
-        if function(ctypes.byref(args)):
-            raise SystemExit(library.moer_last_error().decode())
-
+    ours, outputs = library.backward(name, tensors, routed_scaling_factor=2.5)
     ours()
     for mine, theirs in zip(outputs, pytorch(tensors)):
         error = (mine.float() - theirs.float()).abs()

@@ -32,16 +32,6 @@ moer_fail(struct moer_message *message, enum moer_status status, const char *for
     return status;
 }
 
-/* One operation in one backend. args is the operation's struct of the public header. */
-struct moer_implementation {
-    /* May use args->workspace where there is one; takes and frees its own where there is none. */
-    enum moer_status (*run)(const void *args, struct moer_message *message);
-    /* A function of shapes, dtypes and device alone. */
-    enum moer_status (*workspace_size)(const void *args, size_t *bytes, struct moer_message *message);
-    /* Names the kernel that run() would take. */
-    enum moer_status (*explain)(const void *args, struct moer_message *message);
-};
-
 struct moer_backend {
     unsigned abi; /* MOER_BACKEND_ABI it was compiled with */
     const char *name;
@@ -49,8 +39,14 @@ struct moer_backend {
     const char *(*unavailable)(void);
     /* Lines "name: value" about devices and kernels, cut to size. */
     void (*info)(char *text, size_t size);
-    /* By enum moer_operation; NULL is an operation the backend does not have. */
-    const struct moer_implementation *operation[MOER_OPERATIONS];
+    /* Does an operation, whose struct of the public header args is. May use args->workspace where there is one; takes
+     * and frees its own where there is none. */
+    enum moer_status (*run)(enum moer_operation operation, const void *args, struct moer_message *message);
+    /* A function of shapes, dtypes and device alone. */
+    enum moer_status (*workspace_size)(enum moer_operation operation, const void *args, size_t *bytes,
+                                       struct moer_message *message);
+    /* Names the kernel that run() would take. */
+    enum moer_status (*explain)(enum moer_operation operation, const void *args, struct moer_message *message);
     /* Memory of a device, aligned to 256 bytes. */
     enum moer_status (*allocate)(DLDevice device, size_t bytes, void **data, struct moer_message *message);
     void (*release)(DLDevice device, void *data);

@@ -52,25 +52,19 @@ const struct moer_operation_info moer_operation_table[MOER_OPERATIONS] = {
                                     sigmoid_operands, COUNT_OF(sigmoid_operands)},
 };
 
-/* Checks a call and finds the implementation that will take it. */
+/* Checks a call and finds the backend that will take it. */
 static enum moer_status choose(enum moer_operation operation, const void *caller, enum moer_scope scope,
-                               union moer_args *args, const struct moer_implementation **implementation,
+                               union moer_args *args, const struct moer_backend **backend,
                                struct moer_message *message) {
     enum moer_status status = moer_validate(operation, caller, scope, args, message);
     if (status)
         return status;
-    const struct moer_backend *backend = moer_find_backend(moer_args_device(operation, args), &status, message);
-    if (!backend)
-        return status;
-    *implementation = backend->operation[operation];
-    if (!*implementation)
-        return moer_fail(message, MOER_UNSUPPORTED, "the %s backend does not have this operation", backend->name);
-    return MOER_OK;
+    *backend = moer_find_backend(moer_args_device(operation, args), &status, message);
+    return status;
 }
 
 /* MOER_VERBOSE=1: a line a call on stderr. */
-static void print_call(enum moer_operation operation, const union moer_args *args,
-                       const struct moer_implementation *implementation) {
+static void print_call(enum moer_operation operation, const union moer_args *args, const struct moer_backend *backend) {
     const struct moer_operation_info *info = &moer_operation_table[operation];
     struct moer_message kernel = {""};
     char shapes[128] = "";
@@ -79,26 +73,26 @@ static void print_call(enum moer_operation operation, const union moer_args *arg
         length += (size_t)snprintf(shapes + length, sizeof shapes - length, " %s [%lld, %lld]", info->operands[i].name,
                                    (long long)tensor->shape[0], (long long)tensor->shape[1]);
     }
-    implementation->explain(args, &kernel);
+    backend->explain(operation, args, &kernel);
     fprintf(stderr, "moerouter: %s:%s: %s\n", info->name, shapes, kernel.text);
 }
 
 static enum moer_status run(enum moer_operation operation, const char *function, const void *caller) {
     struct moer_message message;
     union moer_args args;
-    const struct moer_implementation *implementation = NULL;
+    const struct moer_backend *backend = NULL;
     size_t needed = 0;
-    enum moer_status status = choose(operation, caller, MOER_ALL, &args, &implementation, &message);
+    enum moer_status status = choose(operation, caller, MOER_ALL, &args, &backend, &message);
     if (!status && args.common.workspace)
-        status = implementation->workspace_size(&args, &needed, &message);
+        status = backend->workspace_size(operation, &args, &needed, &message);
     if (!status && args.common.workspace && args.common.workspace_size < needed)
         status = moer_fail(&message, MOER_INVALID, "workspace_size is %zu but this call needs %zu bytes",
                            args.common.workspace_size, needed);
     if (!status) {
         const char *verbose = getenv("MOER_VERBOSE");
         if (verbose && !strcmp(verbose, "1"))
-            print_call(operation, &args, implementation);
-        status = implementation->run(&args, &message);
+            print_call(operation, &args, backend);
+        status = backend->run(operation, &args, &message);
     }
     return moer_report(function, status, &message);
 }
@@ -107,11 +101,11 @@ static enum moer_status workspace_size(enum moer_operation operation, const char
                                        size_t *bytes) {
     struct moer_message message;
     union moer_args args;
-    const struct moer_implementation *implementation = NULL;
-    enum moer_status status = bytes ? choose(operation, caller, MOER_SHAPES, &args, &implementation, &message)
+    const struct moer_backend *backend = NULL;
+    enum moer_status status = bytes ? choose(operation, caller, MOER_SHAPES, &args, &backend, &message)
                                     : moer_fail(&message, MOER_INVALID, "bytes is NULL");
     if (!status)
-        status = implementation->workspace_size(&args, bytes, &message);
+        status = backend->workspace_size(operation, &args, bytes, &message);
     return moer_report(function, status, &message);
 }
 
@@ -119,11 +113,11 @@ static enum moer_status explain(enum moer_operation operation, const char *funct
                                 size_t size) {
     struct moer_message message;
     union moer_args args;
-    const struct moer_implementation *implementation = NULL;
-    enum moer_status status = text || !size ? choose(operation, caller, MOER_SHAPES, &args, &implementation, &message)
+    const struct moer_backend *backend = NULL;
+    enum moer_status status = text || !size ? choose(operation, caller, MOER_SHAPES, &args, &backend, &message)
                                             : moer_fail(&message, MOER_INVALID, "text is NULL");
     if (!status)
-        status = implementation->explain(&args, &message);
+        status = backend->explain(operation, &args, &message);
     if (!status)
         moer_copy_text(text, size, message.text);
     return moer_report(function, status, &message);

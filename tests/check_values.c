@@ -152,24 +152,31 @@ START_TEST(one_bad_row) {
 }
 END_TEST
 
-/* A token whose router is nothing but NaN, ids of any kind included. */
+/* NaN with every bit set: rounding it as if it were a number would carry into the sign, and make it zero. */
+static void fill_with_ones(const DLTensor *compact, int64_t row) {
+    size_t bytes = (size_t)compact->shape[1] * dtype_size(compact->dtype);
+    memset((char *)compact->data + (size_t)row * bytes, 0xFF, bytes);
+}
+
+/* A token whose router is nothing but NaN, repeated ids and empty slots included. */
 START_TEST(row_of_nan) {
     struct plan plan = plan_of(_i, (struct dims){67, 24, 16, 4}, 3);
     struct trial *clean = trial_new(&plan), *dirty = trial_new(&plan);
     int64_t row = 40;
-    for (int64_t e = 0; e < plan.dims.experts; e++)
-        set_element(role(dirty, SCORES), row, e, 0, NAN);
-    for (int64_t k = 0; k < plan.dims.top_k; k++) {
-        set_element(role(dirty, GRADIENT), row, k, 0, NAN);
+    fill_with_ones(role(dirty, SCORES), row);
+    fill_with_ones(role(dirty, DIVISOR), row);
+    for (int64_t k = 0; k < plan.dims.top_k; k++)
         set_element(role(dirty, IDS), row, k, 0, k < 2 ? 5.0 : -1.0);
-    }
-    set_element(role(dirty, DIVISOR), row, 0, 0, NAN);
     trial_succeed(clean, LIBRARY_SCRATCH);
     trial_succeed(dirty, OWN_SCRATCH);
     for (int64_t n = 0; n < plan.dims.tokens; n++)
         for (int i = 0; i < CALL_OUTPUTS && n != row; i += 2)
             same_rows(trial_output(dirty, i), n, trial_output(clean, i), n, "the row of another token");
-    ck_assert(isnan(get_element(trial_output(dirty, 0), row, 0, 0)));
+    for (int64_t h = 0; h < plan.dims.hidden; h++)
+        ck_assert(isnan(get_element(trial_output(dirty, 0), row, h, 0)));
+    for (int64_t e = 0; e < plan.dims.experts; e++)
+        if (e == 5 || plan.operation == MOER_SOFTMAX_TOPK_BACKWARD)
+            ck_assert_msg(isnan(get_element(trial_output(dirty, 2), row, e, 0)), "grad_logits of expert %d", (int)e);
     trial_free(clean);
     trial_free(dirty);
 }

@@ -18,7 +18,9 @@ static void info(char *text, size_t size) {
 }
 
 /* The stream is where the caller wants its copy of the args. */
-static enum moer_status run(const void *args, struct moer_message *message) {
+static enum moer_status run(enum moer_operation operation, const void *args, struct moer_message *message) {
+    if (operation != MOER_SOFTMAX_TOPK_BACKWARD)
+        return moer_fail(message, MOER_UNSUPPORTED, "this device has no such operation");
     if (fake_is("fault"))
         return moer_fail(message, MOER_DEVICE, "the device is on fire");
     const struct moer_softmax_topk_backward_args *softmax = args;
@@ -26,14 +28,15 @@ static enum moer_status run(const void *args, struct moer_message *message) {
     return MOER_OK;
 }
 
-static enum moer_status workspace_size(const void *args, size_t *bytes, struct moer_message *message) {
-    (void)args, (void)message;
+static enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes,
+                                       struct moer_message *message) {
+    (void)operation, (void)args, (void)message;
     *bytes = 1000;
     return MOER_OK;
 }
 
-static enum moer_status explain(const void *args, struct moer_message *message) {
-    (void)args;
+static enum moer_status explain(enum moer_operation operation, const void *args, struct moer_message *message) {
+    (void)operation, (void)args;
     return moer_fail(message, MOER_OK, "fake kernel");
 }
 
@@ -57,13 +60,14 @@ static enum moer_status copy(void *to, DLDevice to_device, const void *from, DLD
 }
 
 const struct moer_backend *moer_backend_entry(void) {
-    static const struct moer_implementation softmax = {run, workspace_size, explain};
     static struct moer_backend backend = {
         .abi = MOER_BACKEND_ABI,
         .name = "cuda",
         .unavailable = unavailable,
         .info = info,
-        .operation = {[MOER_SOFTMAX_TOPK_BACKWARD] = &softmax}, /* and no sigmoid */
+        .run = run,
+        .workspace_size = workspace_size,
+        .explain = explain,
         .allocate = allocate,
         .release = release,
         .copy = copy,

@@ -129,13 +129,35 @@ static enum moer_status copy(void *to, DLDevice to_device, const void *from, DLD
     return MOER_OK;
 }
 
+static struct problem (*const problems[MOER_OPERATIONS])(const void *args) = {
+    [MOER_SOFTMAX_TOPK_BACKWARD] = moer_cpu_softmax_topk_backward,
+    [MOER_SIGMOID_TOPK_BACKWARD] = moer_cpu_sigmoid_topk_backward,
+};
+
+static enum moer_status run(enum moer_operation operation, const void *args, struct moer_message *message) {
+    struct problem problem = problems[operation](args);
+    return moer_cpu_run(&problem, message);
+}
+
+static enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes,
+                                       struct moer_message *message) {
+    struct problem problem = problems[operation](args);
+    return moer_cpu_workspace_size(&problem, bytes, message);
+}
+
+static enum moer_status explain(enum moer_operation operation, const void *args, struct moer_message *message) {
+    struct problem problem = problems[operation](args);
+    return moer_cpu_explain(&problem, message);
+}
+
 const struct moer_backend moer_cpu_backend = {
     .abi = MOER_BACKEND_ABI,
     .name = "cpu",
     .unavailable = unavailable,
     .info = info,
-    .operation = {[MOER_SOFTMAX_TOPK_BACKWARD] = &moer_cpu_softmax_topk_backward,
-                  [MOER_SIGMOID_TOPK_BACKWARD] = &moer_cpu_sigmoid_topk_backward},
+    .run = run,
+    .workspace_size = workspace_size,
+    .explain = explain,
     .allocate = allocate,
     .release = release,
     .copy = copy,

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The products by OpenBLAS: float32 operands as they are, 16-bit ones widened a block at a time. Sums of more than 256
- * terms are cut into calls of 256, since how OpenBLAS orders the terms of a longer one is its own affair. It runs
- * threads of its own, so all of this happens outside parallel regions. */
+ * terms are cut into calls of 256, since how OpenBLAS orders the terms of a longer one is its own affair. OpenBLAS has
+ * threads of its own; what is done beside it stays on the calling thread, for OpenMP's threads go on spinning after a
+ * parallel region and would take the cores from it (three times slower, measured on two cores). */
 #include "products.h"
 #include <cblas.h>
 #include <limits.h>
@@ -48,7 +49,6 @@ static const float *as_float(const struct rows *rows, int64_t first, int64_t cou
     float *copy = *scratch;
     *scratch += count * columns;
     *leading = (int)columns;
-#pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < count; row++)
         moer_cpu_settings()->kernels->widen(
             copy + row * columns, rows->data + (first + row) * rows->stride + column * 2, rows->type, columns);
@@ -71,7 +71,6 @@ static void hidden_product(const struct problem *problem, const float *logits, i
                     weight + (int64_t)from * weight_leading, weight_leading, from > 0, product, out_leading);
     if (out->type == F32)
         return;
-#pragma omp parallel for schedule(static)
     for (int64_t row = 0; row < count; row++)
         moer_cpu_settings()->kernels->narrow(out->data + (first + row) * out->stride + column * 2, out->type,
                                              product + row * columns, columns);
@@ -88,7 +87,6 @@ static void weight_product(const struct problem *problem, const struct plan *pla
         cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, experts, (int)columns, (int)smaller(TERMS, count - from),
                     1, logits + from * experts, experts, hidden + from * leading, leading, from > 0, block_sums,
                     (int)columns);
-#pragma omp parallel for schedule(static)
     for (int64_t expert = 0; expert < problem->experts; expert++) {
         int64_t offset = expert * columns;
         if (first == 0)

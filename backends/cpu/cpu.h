@@ -44,9 +44,20 @@ struct problem {
 
     /* G of a token, rounded to T. Exactly one is set: row[E], or the entries with a live slot in ascending order of
      * expert (room for K), of which it returns the number. */
-    void (*dense_row)(const void *operation, int64_t token, float *row);
-    int32_t (*sparse_row)(const void *operation, int64_t token, union entry *entries);
-    const void *operation;
+    void (*dense_row)(const struct problem *problem, int64_t token, float *row);
+    int32_t (*sparse_row)(const struct problem *problem, int64_t token, union entry *entries);
+
+    /* What those read, by operation. */
+    union {
+        struct {
+            struct rows probs, sum, incoming, direct, mask; /* p, z, g, d, m; z, d and m may be absent */
+            int64_t mask_expert, mask_slot, mask_token;     /* m's strides in bytes */
+        } softmax;
+        struct {
+            float scaling;                                         /* f */
+            struct rows incoming, scores, normalized, denominator; /* g, s, w, z */
+        } sigmoid;
+    };
 };
 
 static inline int64_t id_at(const struct ids *ids, int64_t token, int64_t slot) {
@@ -72,7 +83,11 @@ static inline float round_to(enum element type, float value) {
 struct rows moer_cpu_rows(const DLTensor *tensor);
 struct ids moer_cpu_ids(const DLTensor *tensor, const char *name);
 
-/* products.c. The three functions of an implementation, for the problem of a call. */
+/* The operations' files: the problem of a call. */
+struct problem moer_cpu_softmax_topk_backward(const void *args);
+struct problem moer_cpu_sigmoid_topk_backward(const void *args);
+
+/* products.c. What the backend does with it. */
 enum moer_status moer_cpu_run(const struct problem *problem, struct moer_message *message);
 enum moer_status moer_cpu_workspace_size(const struct problem *problem, size_t *bytes, struct moer_message *message);
 enum moer_status moer_cpu_explain(const struct problem *problem, struct moer_message *message);
@@ -87,7 +102,5 @@ struct settings {
 const struct settings *moer_cpu_settings(void);
 /* The instruction sets this machine has kernels for: "portable, avx2". */
 const char *moer_cpu_kernel_names(void);
-
-extern const struct moer_implementation moer_cpu_softmax_topk_backward, moer_cpu_sigmoid_topk_backward;
 
 #endif

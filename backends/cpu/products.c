@@ -18,7 +18,7 @@
 static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, LOST_BYTES = 20 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
 enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
-/* OpenBLAS's threads and OpenMP's spin for a while after their work, in each other's way: few, long turns. */
+/* Larger blocks than our own kernels': a call of OpenBLAS has a price. */
 enum { BLAS_BLOCK_TOKENS = 4096 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
@@ -100,12 +100,12 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
     int32_t *count = (int32_t *)at(problem, plan->counts) + token;
     char *to = out->data ? out->data + (first + token) * out->stride : NULL;
     if (problem->dense_row) {
-        problem->dense_row(problem->operation, first + token, dense);
+        problem->dense_row(problem, first + token, dense);
         if (to)
             moer_cpu_settings()->kernels->narrow(to, out->type, dense, problem->experts);
         return;
     }
-    *count = problem->sparse_row(problem->operation, first + token, entries);
+    *count = problem->sparse_row(problem, first + token, entries);
     if (plan->blas) {
         memset(dense, 0, (size_t)problem->experts * sizeof *dense);
         for (int32_t i = 0; i < *count; i++)
@@ -188,7 +188,6 @@ static void run_own(const struct problem *problem, const struct plan *plan) {
 static void run_blas(const struct problem *problem, const struct plan *plan) {
     for (int64_t first = 0; first < problem->tokens; first += plan->block) {
         int64_t count = clamp(problem->tokens - first, 0, plan->block);
-#pragma omp parallel for schedule(static)
         for (int64_t token = 0; token < count; token++)
             make_row(problem, plan, first, token);
         for (int64_t column = 0; column < problem->hidden; column += plan->columns)
@@ -202,7 +201,7 @@ static void finish(const struct problem *problem, const struct plan *plan) {
         return;
     if (problem->tokens == 0)
         memset(at(problem, plan->sums), 0, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
-#pragma omp parallel for schedule(static) if (problem->experts * problem->hidden > 1 << 16)
+#pragma omp parallel for schedule(static) if (!plan->blas && problem->experts * problem->hidden > 1 << 16)
     for (int64_t expert = 0; expert < problem->experts; expert++)
         for (int64_t column = 0; column < problem->hidden; column += plan->columns) {
             int64_t columns = clamp(problem->hidden - column, 0, plan->columns);

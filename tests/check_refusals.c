@@ -24,6 +24,8 @@ static const struct dims small = {6, 40, 8, 2};
     { kDLUInt, 64, 1 }
 #define FLOAT32                                                                                                        \
     { kDLFloat, 32, 1 }
+#define INT64X2                                                                                                        \
+    { kDLInt, 64, 2 }
 #define FLOAT32X2                                                                                                      \
     { kDLFloat, 32, 2 }
 
@@ -86,6 +88,9 @@ static const struct refusal {
     {SIGMOID, "scores", DTYPE, 0, BFLOAT16, {"scores.dtype is bfloat16", "float32"}},
     {SIGMOID, "denominator", DTYPE, 0, BFLOAT16, {"denominator.dtype is bfloat16", "float32"}},
     {SIGMOID, "hidden_states", DTYPE, 0, FLOAT32X2, {"hidden_states.dtype is", "2 lanes"}},
+    {SIGMOID, "grad_logits", DTYPE, 0, FLOAT32X2, {"grad_logits.dtype is", "2 lanes"}},
+    {SOFTMAX, "routing_probs", DTYPE, 0, FLOAT32X2, {"routing_probs.dtype is", "2 lanes"}},
+    {SOFTMAX, "selected_experts", DTYPE, 0, INT64X2, {"selected_experts.dtype is", "2 lanes"}},
     {SIGMOID, "grad_hidden_states", DTYPE, 0, FLOAT64, {"grad_hidden_states.dtype is float64", "float32"}},
     {SIGMOID, "grad_weight", DTYPE, 0, BFLOAT16, {"grad_weight.dtype is bfloat16", "float32"}},
 
@@ -256,6 +261,14 @@ START_TEST(workspaces) {
     trial_fails(trial, MOER_INVALID, (const char *[]){"workspace", "hidden_states", "overlaps", NULL});
     trial->call.args.common.workspace = (void *)(UINTPTR_MAX - 255);
     trial_fails(trial, MOER_INVALID, (const char *[]){"workspace", NULL});
+
+    /* A tensor right behind it, and one byte nearer. */
+    trial_output(trial, 2)->data = memory + needed;
+    trial->call.args.common.workspace = memory;
+    ck_assert_int_eq(call_run(&trial->call), MOER_OK);
+    trial->call.args.common.workspace_size = needed + 1;
+    ck_assert_int_eq(call_run(&trial->call), MOER_INVALID);
+    ck_assert_ptr_nonnull(strstr(moer_last_error(), "overlaps"));
     trial->call.args.common.workspace = NULL;
 
     /* A tracing compiler has shapes before it has memory. */

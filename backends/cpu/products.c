@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* From a problem to its gradients, a block of tokens at a time:
+/* From a problem to its gradients, in turns of up to 4096 tokens:
  *
- *     1. G of the block's tokens, a token a task          threads share the tokens
- *     2. both products for the block, a slice of columns  threads share the slices: each owns its columns of
- *        a task                                           grad_hidden_states and of the weight gradient's sums
- *     at the end the sums are rounded into the weight gradient.
+ *     1. G of the turn's tokens, a token a task     threads share the tokens
+ *     2. both products, a slice of columns a task   threads share the slices: each owns its columns of
+ *                                                   grad_hidden_states and of the weight gradient's sums, which it
+ *                                                   rounds in the last turn
  *
- * No task's result depends on who does it, so the number of threads moves no bit. Hidden states are read once. What is
- * allocated is G of a block, float32 sums of the weight gradient, and a panel or two for each thread: see make_plan().
- */
+ * A slice goes through its turn in blocks of 512 tokens, which fit its cache. No task's result depends on who does it,
+ * so the number of threads moves no bit; few turns mean few barriers, where a busy machine loses most. Hidden states
+ * are read once. What is allocated is G of a turn, float32 sums of the weight gradient, and a panel or two for each
+ * thread. */
 #include "products.h"
 #include <omp.h>
 #include <stdlib.h>
@@ -18,8 +19,7 @@
 static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, LOST_BYTES = 20 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
 enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
-/* Larger blocks than our own kernels': a call of OpenBLAS has a price. */
-enum { BLAS_BLOCK_TOKENS = 4096 };
+enum { TURN_TOKENS = 4096 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
 
@@ -38,19 +38,23 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     struct plan plan = {.blas = blas};
     int dense = blas || !problem->sparse_row;
     int64_t entries = problem->sparse_row ? problem->top_k : 0;
-    /* A token's G: a float an expert, or its entries twice, by token and by expert. */
+    /* A token's G: a float an expert, or its entries twice, by token and by expert; and a block's index by expert. */
     int64_t token_bytes = (dense ? 4 * problem->experts : 0) + entries * (dense ? 8 : 16) + 8;
-    int64_t most = blas ? BLAS_BLOCK_TOKENS : BLOCK_TOKENS;
-    plan.block = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, most));
+    int64_t ends_bytes = dense ? 0 : (problem->experts + 2) * (int64_t)sizeof(int32_t);
+    int64_t tokens = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, TURN_TOKENS));
+    plan.block = blas ? tokens : clamp(tokens, 1, BLOCK_TOKENS);
+    int64_t blocks = clamp((int64_t)LOGITS_BYTES / (plan.block * token_bytes + ends_bytes), 1,
+                           (tokens + plan.block - 1) / plan.block);
+    plan.turn = blocks * plan.block;
 
     if (dense)
-        plan.dense = take(&plan.bytes, (size_t)plan.block * (size_t)problem->experts * sizeof(float));
+        plan.dense = take(&plan.bytes, (size_t)plan.turn * (size_t)problem->experts * sizeof(float));
     if (entries > 0)
-        plan.sparse = take(&plan.bytes, (size_t)(plan.block * entries) * sizeof(union entry));
-    plan.counts = take(&plan.bytes, (size_t)plan.block * sizeof(int32_t));
+        plan.sparse = take(&plan.bytes, (size_t)(plan.turn * entries) * sizeof(union entry));
+    plan.counts = take(&plan.bytes, (size_t)plan.turn * sizeof(int32_t));
     if (!dense) {
-        plan.by_expert = take(&plan.bytes, (size_t)(plan.block * entries) * sizeof(union entry));
-        plan.expert_ends = take(&plan.bytes, (size_t)(problem->experts + 2) * sizeof(int32_t));
+        plan.by_expert = take(&plan.bytes, (size_t)(plan.turn * entries) * sizeof(union entry));
+        plan.expert_ends = take(&plan.bytes, (size_t)(blocks * ends_bytes));
     }
     size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
     if (problem->grad_weight.data)
@@ -92,7 +96,7 @@ static void *at(const struct problem *problem, size_t offset) {
     return (char *)problem->workspace + offset;
 }
 
-/* G of a token of the block: into the block's dense or sparse form, and into grad_logits. */
+/* G of a token of the turn that begins at first: into the turn's dense or sparse form, and into grad_logits. */
 static void make_row(const struct problem *problem, const struct plan *plan, int64_t first, int64_t token) {
     const struct rows *out = &problem->grad_logits;
     float *dense = (float *)at(problem, plan->dense) + token * problem->experts;
@@ -119,47 +123,60 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
     }
 }
 
-/* Sorts the block's entries by expert: count, add up, place; tokens stay in ascending order. ends has one element to
- * spare, so that placing moves each expert's start to its end, which is the next one's start. */
-static void sort_by_expert(const struct problem *problem, const struct plan *plan, int64_t tokens) {
-    const union entry *entries = at(problem, plan->sparse);
-    const int32_t *counts = at(problem, plan->counts);
-    union entry *sorted = at(problem, plan->by_expert);
-    int32_t *starts = (int32_t *)at(problem, plan->expert_ends) + 1;
-    memset(starts - 1, 0, (size_t)(problem->experts + 2) * sizeof *starts);
+/* G of the block that begins at that token of the turn. */
+static struct block_logits block_at(const struct problem *problem, const struct plan *plan, int64_t token) {
+    int64_t entries = token * problem->top_k, index = token / plan->block * (problem->experts + 2);
+    return (struct block_logits){.dense = (float *)at(problem, plan->dense) + token * problem->experts,
+                                 .sparse = (union entry *)at(problem, plan->sparse) + entries,
+                                 .counts = (int32_t *)at(problem, plan->counts) + token,
+                                 .by_expert = (union entry *)at(problem, plan->by_expert) + entries,
+                                 .expert_ends = (int32_t *)at(problem, plan->expert_ends) + index};
+}
+
+/* Sorts a block's entries by expert: count, add up, place; tokens stay in ascending order. There is one end to spare,
+ * so that placing moves each expert's start to its end, which is the next one's start. */
+static void sort_by_expert(const struct problem *problem, struct block_logits block, int64_t tokens) {
+    int32_t *starts = block.expert_ends + 1;
+    memset(block.expert_ends, 0, (size_t)(problem->experts + 2) * sizeof *starts);
     for (int64_t token = 0; token < tokens; token++)
-        for (int32_t i = 0; i < counts[token]; i++)
-            starts[entries[token * problem->top_k + i].index + 1]++;
+        for (int32_t i = 0; i < block.counts[token]; i++)
+            starts[block.sparse[token * problem->top_k + i].index + 1]++;
     for (int64_t expert = 0; expert < problem->experts; expert++)
         starts[expert + 1] += starts[expert];
     for (int64_t token = 0; token < tokens; token++)
-        for (int32_t i = 0; i < counts[token]; i++) {
-            union entry entry = entries[token * problem->top_k + i];
-            int32_t place = starts[entry.index]++;
-            sorted[place] = (union entry){{(int32_t)token, entry.value}};
+        for (int32_t i = 0; i < block.counts[token]; i++) {
+            union entry entry = block.sparse[token * problem->top_k + i];
+            block.by_expert[starts[entry.index]++] = (union entry){{(int32_t)token, entry.value}};
         }
 }
 
-static struct block_logits logits_of(const struct problem *problem, const struct plan *plan) {
-    return (struct block_logits){.dense = at(problem, plan->dense),
-                                 .sparse = at(problem, plan->sparse),
-                                 .counts = at(problem, plan->counts),
-                                 .by_expert = at(problem, plan->by_expert),
-                                 .expert_ends = at(problem, plan->expert_ends)};
+/* Rounds a slice's sums into the weight gradient. */
+static void finish(const struct problem *problem, const struct plan *plan, int64_t column) {
+    int64_t columns = clamp(problem->hidden - column, 0, plan->columns);
+    const float *sums = slice_sums(problem, plan, column), *lost = slice_lost(problem, plan, column);
+    for (int64_t expert = 0; problem->grad_weight.data && expert < problem->experts; expert++)
+        moer_cpu_settings()->kernels->finish(problem, sums + expert * columns, lost ? lost + expert * columns : NULL,
+                                             expert, column, columns);
 }
 
+/* A slice's share of a turn. */
 static void run_slice(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count,
                       int64_t column) {
     struct slice_job job = {.problem = problem,
-                            .first = first,
-                            .count = count,
                             .column = column,
                             .columns = clamp(problem->hidden - column, 0, SLICE_COLUMNS),
-                            .logits = logits_of(problem, plan),
                             .sums = slice_sums(problem, plan, column),
                             .lost = slice_lost(problem, plan, column),
                             .scratch = at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
-    moer_cpu_settings()->kernels->slice(&job);
+    for (int64_t token = 0; token < count; token += plan->block) {
+        job.first = first + token;
+        job.count = clamp(count - token, 0, plan->block);
+        job.logits = block_at(problem, plan, token);
+        job.again = token > 0;
+        moer_cpu_settings()->kernels->slice(&job);
+    }
+    if (first + count == problem->tokens)
+        finish(problem, plan, column);
 }
 
 static void run_own(const struct problem *problem, const struct plan *plan) {
@@ -168,16 +185,17 @@ static void run_own(const struct problem *problem, const struct plan *plan) {
                    (double)(problem->sparse_row ? problem->top_k : problem->experts);
     int threads = (int)clamp(omp_get_max_threads(), 1, terms < WORTH_A_THREAD ? 1 : plan->threads);
 #pragma omp parallel num_threads(threads)
-    for (int64_t first = 0; first < problem->tokens; first += plan->block) {
-        int64_t count = clamp(problem->tokens - first, 0, plan->block);
+    for (int64_t first = 0; first < problem->tokens; first += plan->turn) {
+        int64_t count = clamp(problem->tokens - first, 0, plan->turn);
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < count; token++)
             make_row(problem, plan, first, token);
         if (!products)
             continue;
         if (problem->sparse_row) {
-#pragma omp single
-            sort_by_expert(problem, plan, count);
+#pragma omp for schedule(static)
+            for (int64_t token = 0; token < count; token += plan->block)
+                sort_by_expert(problem, block_at(problem, plan, token), clamp(count - token, 0, plan->block));
         }
 #pragma omp for schedule(dynamic)
         for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)
@@ -186,29 +204,24 @@ static void run_own(const struct problem *problem, const struct plan *plan) {
 }
 
 static void run_blas(const struct problem *problem, const struct plan *plan) {
-    for (int64_t first = 0; first < problem->tokens; first += plan->block) {
-        int64_t count = clamp(problem->tokens - first, 0, plan->block);
+    for (int64_t first = 0; first < problem->tokens; first += plan->turn) {
+        int64_t count = clamp(problem->tokens - first, 0, plan->turn);
         for (int64_t token = 0; token < count; token++)
             make_row(problem, plan, first, token);
         for (int64_t column = 0; column < problem->hidden; column += plan->columns)
             moer_blas_products(problem, plan, first, count, column, clamp(problem->hidden - column, 0, plan->columns));
     }
+    for (int64_t column = 0; column < problem->hidden; column += plan->columns)
+        finish(problem, plan, column);
 }
 
-/* Rounds the sums into the weight gradient; without tokens it is zero, or what it was. */
-static void finish(const struct problem *problem, const struct plan *plan) {
-    if (!problem->grad_weight.data || (problem->accumulate && problem->tokens == 0))
+/* No tokens: the weight gradient is zero, or what it was. */
+static void run_empty(const struct problem *problem, const struct plan *plan) {
+    if (!problem->grad_weight.data || problem->accumulate)
         return;
-    if (problem->tokens == 0)
-        memset(at(problem, plan->sums), 0, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
-#pragma omp parallel for schedule(static) if (!plan->blas && problem->experts * problem->hidden > 1 << 16)
-    for (int64_t expert = 0; expert < problem->experts; expert++)
-        for (int64_t column = 0; column < problem->hidden; column += plan->columns) {
-            int64_t columns = clamp(problem->hidden - column, 0, plan->columns);
-            const float *lost = slice_lost(problem, plan, column);
-            moer_cpu_settings()->kernels->finish(problem, slice_sums(problem, plan, column) + expert * columns,
-                                                 lost ? lost + expert * columns : NULL, expert, column, columns);
-        }
+    memset(at(problem, plan->sums), 0, (size_t)problem->experts * (size_t)problem->hidden * sizeof(float));
+    for (int64_t column = 0; column < problem->hidden; column += plan->columns)
+        finish(problem, plan, column);
 }
 
 /* Refuses ids outside [-1, E), and counts them. */
@@ -284,11 +297,12 @@ enum moer_status moer_cpu_run(const struct problem *caller, struct moer_message 
             return moer_fail(message, MOER_NO_MEMORY, "no memory for a workspace of %zu bytes", plan.bytes);
         problem->workspace = allocated;
     }
-    if (plan.blas)
+    if (problem->tokens == 0)
+        run_empty(problem, &plan);
+    else if (plan.blas)
         run_blas(problem, &plan);
     else
         run_own(problem, &plan);
-    finish(problem, &plan);
     free(allocated);
     return MOER_OK;
 }

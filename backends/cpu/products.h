@@ -7,7 +7,8 @@
 
 struct plan {
     int blas;            /* OpenBLAS does the products */
-    int64_t block;       /* tokens at a time */
+    int64_t turn;        /* tokens whose G is made at a time, whole blocks */
+    int64_t block;       /* tokens whose products are made at a time */
     int64_t columns;     /* hidden columns at a time */
     int threads;         /* at most so many, when the products are our own */
     size_t thread_bytes; /* scratch of each */

@@ -174,7 +174,8 @@ static void dense_hidden(const struct slice_job *job, float *panel, float *parti
     for (int64_t first = 0; first == 0 || first < experts; first += PANEL_EXPERTS) {
         int64_t terms = smaller(PANEL_EXPERTS, experts - first);
         int last = first + terms == experts;
-        pack(panel, TILE_COLUMNS, &problem->weight, first, terms, job->column, job->columns);
+        if (!job->again || terms < experts)
+            pack(panel, TILE_COLUMNS, &problem->weight, first, terms, job->column, job->columns);
         for (int64_t column = 0; column < job->columns; column += TILE_COLUMNS)
             for (int64_t token = 0; token < job->count; token += TILE_ROWS) {
                 int64_t rows = smaller(TILE_ROWS, job->count - token);
@@ -238,7 +239,8 @@ static void sparse_hidden(const struct slice_job *job, float *panel) {
     const struct problem *problem = job->problem;
     int64_t panel_experts = slice_panel_experts(problem);
     _Alignas(64) float sums[SPARSE_COLUMNS];
-    pack(panel, SPARSE_COLUMNS, &problem->weight, 0, panel_experts, job->column, job->columns);
+    if (!job->again)
+        pack(panel, SPARSE_COLUMNS, &problem->weight, 0, panel_experts, job->column, job->columns);
     for (int64_t column = 0; column < job->columns; column += SPARSE_COLUMNS) {
         int64_t valid = smaller(SPARSE_COLUMNS, job->columns - column);
         const float *rows = panel_experts > 0 ? panel + column * panel_experts : NULL;

@@ -15,11 +15,11 @@ enum {
 
 /* G of a block, in one of two forms. */
 struct block_logits {
-    const float *dense;           /* [count][E] */
-    const union entry *sparse;    /* [count][K]: a token's live experts in ascending order */
-    const int32_t *counts;        /* [count]: how many */
-    const union entry *by_expert; /* the same entries, by expert; index is the token's place in the block */
-    const int32_t *expert_ends;   /* [E + 1]: expert e has by_expert[expert_ends[e] .. expert_ends[e + 1]) */
+    const float *dense;        /* [count][E] */
+    const union entry *sparse; /* [count][K]: a token's live experts in ascending order */
+    const int32_t *counts;     /* [count]: how many */
+    union entry *by_expert;    /* the same entries, by expert; index is the token's place in the block */
+    int32_t *expert_ends;      /* [E + 1]: expert e has by_expert[expert_ends[e] .. expert_ends[e + 1]) */
 };
 
 struct slice_job {
@@ -27,6 +27,7 @@ struct slice_job {
     int64_t first, count;    /* the block's tokens */
     int64_t column, columns; /* the slice */
     struct block_logits logits;
+    int again;      /* the slice's last call has left its panel of the gate in scratch */
     float *sums;    /* [E][columns]: the weight gradient so far; the first block starts it */
     float *lost;    /* [E][columns], or NULL: what rounding took from the sums */
     float *scratch; /* slice_scratch() bytes, aligned to 64 */

@@ -9,6 +9,7 @@ START_TEST(inside_a_region) {
     struct plan plan = {.operation = (enum moer_operation)(_i % MOER_OPERATIONS),
                         .dims = {400, 520, 40, 8},
                         .type = (enum type)(_i / MOER_OPERATIONS),
+                        .wide = OUTPUTS,
                         .seed = 1};
     struct trial *trials[CALLERS];
     enum moer_status status[CALLERS];

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The products by OpenBLAS: float32 operands as they are, 16-bit ones widened a block at a time. Sums of more than 256
- * terms are cut into calls of 256, since how OpenBLAS orders the terms of a longer one is its own affair. OpenBLAS has
- * threads of its own; what is done beside it stays on the calling thread, for OpenMP's threads go on spinning after a
- * parallel region and would take the cores from it (three times slower, measured on two cores). */
+/* The products by OpenBLAS: float32 operands as they are, 16-bit ones widened a block at a time. A call sums 64 terms
+ * at most, as our own kernels do: in a longer chain of float32 additions, equal terms (padding, a token seen again and
+ * again) round the same way each time and drift out of bounds. OpenBLAS has threads of its own; what is done beside it
+ * stays on the calling thread, for OpenMP's threads go on spinning after a parallel region and would take the cores
+ * from it (three times slower, measured on two cores). */
 #include "products.h"
 #include <cblas.h>
 #include <limits.h>
 
-enum { TERMS = 256 };
+enum { TERMS = 64 };
 
 static int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -81,20 +82,17 @@ static void weight_product(const struct problem *problem, const struct plan *pla
     float *sums = slice_sums(problem, plan, column), *lost = slice_lost(problem, plan, column);
     float *block_sums = scratch;
     int leading, experts = (int)problem->experts;
-    scratch += problem->experts * columns;
+    int64_t elements = problem->experts * columns;
+    scratch += elements;
     const float *hidden = as_float(&problem->hidden_states, first, count, column, columns, &scratch, &leading);
-    for (int64_t from = 0; from < count; from += TERMS)
+    if (first == 0)
+        memset(sums, 0, (size_t)elements * sizeof *sums);
+    if (first == 0 && lost)
+        memset(lost, 0, (size_t)elements * sizeof *lost);
+    for (int64_t from = 0; from < count; from += TERMS) {
         cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, experts, (int)columns, (int)smaller(TERMS, count - from),
-                    1, logits + from * experts, experts, hidden + from * leading, leading, from > 0, block_sums,
-                    (int)columns);
-    for (int64_t expert = 0; expert < problem->experts; expert++) {
-        int64_t offset = expert * columns;
-        if (first == 0)
-            memset(sums + offset, 0, (size_t)columns * sizeof *sums);
-        if (first == 0 && lost)
-            memset(lost + offset, 0, (size_t)columns * sizeof *lost);
-        moer_cpu_settings()->kernels->accumulate(sums + offset, lost ? lost + offset : NULL, block_sums + offset,
-                                                 columns);
+                    1, logits + from * experts, experts, hidden + from * leading, leading, 0, block_sums, (int)columns);
+        moer_cpu_settings()->kernels->accumulate(sums, lost, block_sums, elements);
     }
 }
 

@@ -16,9 +16,9 @@
 #include <string.h>
 
 /* Memory besides the sums, 4*E*H bytes; together it stays below 64 MiB. */
-static const size_t LOGITS_BYTES = 16 << 20, SCRATCH_BYTES = 24 << 20, LOST_BYTES = 20 << 20;
+static const size_t LOGITS_BYTES = 8 << 20, SCRATCH_BYTES = 16 << 20, LOST_BYTES = 38 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
-enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
+enum { MOST_EXPERTS = 1 << 21, MOST_TOP_K = 1 << 19, MOST_THREADS = 64 };
 enum { TURN_TOKENS = 4096 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
@@ -59,7 +59,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
     if (problem->grad_weight.data)
         plan.sums = take(&plan.bytes, sums_bytes);
-    plan.compensated = problem->grad_weight.data && sums_bytes <= LOST_BYTES && problem->tokens > plan.block;
+    plan.compensated =
+        problem->grad_weight.data && sums_bytes <= LOST_BYTES && problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS);
     if (plan.compensated)
         plan.lost = take(&plan.bytes, sums_bytes);
     if (blas) {

@@ -185,14 +185,16 @@ static enum moer_status check_data(struct check *check, const struct moer_operan
         wraps |= __builtin_mul_overflow(span, size, &span);
         wraps |= __builtin_add_overflow(span < 0 ? lowest : highest, span, span < 0 ? &lowest : &highest);
     }
+    if (wraps)
+        REFUSE("%s: its strides span more than the address space", operand->name);
+    if (check->scope == MOER_SHAPES)
+        return MOER_OK;
     uintptr_t first, last, start;
-    if (check->scope == MOER_ALL && !tensor->data)
+    if (!tensor->data)
         REFUSE("%s.data is NULL but the tensor has elements", operand->name);
     wraps |= __builtin_add_overflow((uintptr_t)tensor->data, tensor->byte_offset, &start);
     wraps |= __builtin_sub_overflow(start, -(uint64_t)lowest, &first);
     wraps |= __builtin_add_overflow(start, (uint64_t)highest + (uint64_t)size - 1, &last);
-    if (check->scope == MOER_SHAPES)
-        return MOER_OK;
     if (wraps)
         REFUSE("%s: data, byte_offset and strides reach past the address space", operand->name);
     if (start % (uintptr_t)size)

@@ -15,10 +15,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Memory besides the sums, 4*E*H bytes; together it stays below 64 MiB. */
-static const size_t LOGITS_BYTES = 8 << 20, SCRATCH_BYTES = 16 << 20, LOST_BYTES = 38 << 20;
+/* Memory: at most MOST_BYTES besides the sums, 4*E*H bytes. */
+static const size_t MOST_BYTES = 64 << 20, LOGITS_BYTES = 8 << 20, SCRATCH_BYTES = 16 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
-enum { MOST_EXPERTS = 1 << 21, MOST_TOP_K = 1 << 19, MOST_THREADS = 64 };
+enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
 enum { TURN_TOKENS = 4096 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
@@ -56,13 +56,6 @@ static struct plan make_plan(const struct problem *problem, int blas) {
         plan.by_expert = take(&plan.bytes, (size_t)(plan.turn * entries) * sizeof(union entry));
         plan.expert_ends = take(&plan.bytes, (size_t)(blocks * ends_bytes));
     }
-    size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
-    if (problem->grad_weight.data)
-        plan.sums = take(&plan.bytes, sums_bytes);
-    plan.compensated =
-        problem->grad_weight.data && sums_bytes <= LOST_BYTES && problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS);
-    if (plan.compensated)
-        plan.lost = take(&plan.bytes, sums_bytes);
     if (blas) {
         size_t column_bytes = moer_blas_column_bytes(problem, plan.block);
         plan.columns =
@@ -75,6 +68,12 @@ static struct plan make_plan(const struct problem *problem, int blas) {
         int64_t fit = plan.thread_bytes ? (int64_t)(SCRATCH_BYTES / plan.thread_bytes) : MOST_THREADS;
         plan.threads = (int)clamp(clamp(slices, 1, fit > 0 ? fit : 1), 1, MOST_THREADS);
         plan.scratch = take(&plan.bytes, plan.thread_bytes * (size_t)plan.threads);
+    }
+    if (problem->grad_weight.data) {
+        size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
+        plan.compensated = problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS) && plan.bytes + sums_bytes < MOST_BYTES;
+        plan.sums = take(&plan.bytes, sums_bytes);
+        plan.lost = take(&plan.bytes, plan.compensated ? sums_bytes : 0);
     }
     return plan;
 }

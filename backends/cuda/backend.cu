@@ -1,0 +1,354 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA backend's entry: devices, contexts, workspaces, and the order of the launches.
+ *
+ * A call leaves no trace: whatever context the caller had is put back, nothing synchronises, and what it allocates comes
+ * from a pool of the backend's own, in the order of the caller's stream. Nothing here links to the driver's library, so that
+ * the module loads on a machine without one and can say so. */
+#include "common.cuh"
+
+#include <cuda.h>
+#include <pthread.h>
+
+namespace {
+
+enum { MOST_DEVICES = 64, MOST_EXPERTS = 1024, MOST_SLOTS = 64 };
+
+enum moer_status cuda_failed(moer_message *message, cudaError_t error, const char *what) {
+    cudaGetLastError(); /* what is not sticky must not surface in a later call */
+    enum moer_status status = MOER_DEVICE;
+    if (error == cudaErrorMemoryAllocation)
+        status = MOER_NO_MEMORY;
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidPtx ||
+        error == cudaErrorUnsupportedPtxVersion)
+        status = MOER_UNSUPPORTED;
+    return moer_fail(message, status, "%s: %s", what, cudaGetErrorString(error));
+}
+
+/* ---- Devices and contexts ---- */
+
+/* cudaGetDeviceCount() blames the driver's version where there is no driver at all. */
+const char *unavailable() {
+    int driver = 0, count = 0;
+    cudaDriverGetVersion(&driver);
+    if (driver == 0)
+        return "there is no NVIDIA driver";
+    cudaError_t error = cudaGetDeviceCount(&count);
+    cudaGetLastError();
+    if (error != cudaSuccess)
+        return cudaGetErrorString(error);
+    return count > 0 ? nullptr : "there is no CUDA device";
+}
+
+CUresult get_context(CUcontext *context) {
+    static decltype(&cuCtxGetCurrent) function;
+    if (!function)
+        cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", reinterpret_cast<void **>(&function), 12000,
+                                         cudaEnableDefault, nullptr);
+    return function ? function(context) : CUDA_ERROR_NOT_FOUND;
+}
+
+CUresult set_context(CUcontext context) {
+    static decltype(&cuCtxSetCurrent) function;
+    if (!function)
+        cudaGetDriverEntryPointByVersion("cuCtxSetCurrent", reinterpret_cast<void **>(&function), 12000,
+                                         cudaEnableDefault, nullptr);
+    return function ? function(context) : CUDA_ERROR_NOT_FOUND;
+}
+
+/* A device is current from here to the end of the scope; then what was current before, if anything, is again. */
+class current_device {
+  public:
+    current_device(int device, moer_message *message) {
+        int count = 0;
+        get_context(&before);
+        cudaError_t error = cudaGetDeviceCount(&count);
+        if (error != cudaSuccess)
+            status = cuda_failed(message, error, "cudaGetDeviceCount");
+        else if (device < 0 || device >= count || device >= MOST_DEVICES)
+            status = moer_fail(message, MOER_UNAVAILABLE, "there is no device cuda:%d, only %d", device, count);
+        else if ((error = cudaSetDevice(device)) != cudaSuccess)
+            status = cuda_failed(message, error, "cudaSetDevice");
+    }
+    ~current_device() {
+        set_context(before);
+    }
+    enum moer_status status = MOER_OK;
+
+  private:
+    CUcontext before = nullptr;
+};
+
+/* ---- A call's problem ---- */
+
+rows rows_of(const DLTensor *tensor) {
+    if (!tensor)
+        return rows{};
+    /* A tensor without elements, or a query, may have no data; presence must still show. */
+    static char nothing;
+    char *data = static_cast<char *>(moer_data(tensor));
+    element type = tensor->dtype.bits == 32 ? F32 : tensor->dtype.code == kDLBfloat ? BF16 : F16;
+    /* A single row may come with any stride. */
+    int64_t stride = tensor->shape[0] > 1 ? moer_stride(tensor, 0) : tensor->shape[1];
+    return rows{data ? data : &nothing, stride, type};
+}
+
+template <typename Args>
+problem common_problem(const Args &args, const DLTensor *weight, const DLTensor *grad_weight, const DLTensor *ids,
+                       const DLTensor *incoming) {
+    problem result{};
+    result.tokens = args.hidden_states->shape[0];
+    result.hidden = args.hidden_states->shape[1];
+    result.experts = static_cast<int>(weight->shape[0]);
+    result.top_k = static_cast<int>(ids->shape[1]);
+    result.hidden_states = rows_of(args.hidden_states);
+    result.weight = rows_of(weight);
+    result.grad_hidden = rows_of(args.grad_hidden_states);
+    result.grad_weight = rows_of(grad_weight);
+    result.grad_logits = rows_of(args.grad_logits);
+    result.accumulate = args.accumulate;
+    result.ids = static_cast<const char *>(moer_data(ids));
+    result.ids_stride = moer_stride(ids, 0) * moer_element_size(ids);
+    result.wide_ids = ids->dtype.bits == 64;
+    result.invalid_ids = static_cast<int *>(moer_data(args.invalid_ids));
+    result.incoming = rows_of(incoming);
+    return result;
+}
+
+problem make_problem(const moer_softmax_topk_backward_args &args) {
+    problem result = common_problem(args, args.gate_weight, args.grad_gate_weight, args.selected_experts,
+                                    args.grad_routing_weights);
+    result.operation = MOER_SOFTMAX_TOPK_BACKWARD;
+    result.probs = rows_of(args.routing_probs);
+    result.sum = rows_of(args.routing_weights_sum);
+    result.direct = rows_of(args.grad_router_logits);
+    result.mask = rows_of(args.grad_expert_mask);
+    if (args.grad_expert_mask) {
+        result.mask_expert = moer_stride(args.grad_expert_mask, 0);
+        result.mask_slot = moer_stride(args.grad_expert_mask, 1);
+        result.mask_token = moer_stride(args.grad_expert_mask, 2);
+    }
+    return result;
+}
+
+problem make_problem(const moer_sigmoid_topk_backward_args &args) {
+    problem result =
+        common_problem(args, args.weight, args.grad_weight, args.topk_indices, args.grad_topk_weights);
+    result.operation = MOER_SIGMOID_TOPK_BACKWARD;
+    result.scaling = args.routed_scaling_factor == 0 ? 1.0f : static_cast<float>(args.routed_scaling_factor);
+    result.scores = rows_of(args.scores);
+    result.normalized = rows_of(args.topk_weights_normalized);
+    result.denominator = rows_of(args.denominator);
+    return result;
+}
+
+/* The fields that every args struct begins with, and the first of its tensors. */
+struct common_args {
+    MOER_COMMON_FIELDS;
+};
+
+/* Tokens of a split of the weight gradient: by their number alone, so that every path adds in the same order. A chain of
+ * tensor-core additions stays within 2048 terms. */
+int64_t split_tokens(int64_t tokens) {
+    return tokens <= 4096 ? 512 : tokens <= 16384 ? 1024 : 2048;
+}
+
+int64_t round_up(int64_t value, int64_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+/* The problem of a call, complete but for the workspace's address: the parts' offsets stand there. */
+enum moer_status plan(enum moer_operation operation, const void *args, problem *result, size_t *bytes, int *device,
+                      moer_message *message) {
+    const DLTensor *hidden, *weight, *ids;
+    if (operation == MOER_SOFTMAX_TOPK_BACKWARD) {
+        auto softmax = static_cast<const moer_softmax_topk_backward_args *>(args);
+        hidden = softmax->hidden_states, weight = softmax->gate_weight, ids = softmax->selected_experts;
+    } else if (operation == MOER_SIGMOID_TOPK_BACKWARD) {
+        auto sigmoid = static_cast<const moer_sigmoid_topk_backward_args *>(args);
+        hidden = sigmoid->hidden_states, weight = sigmoid->weight, ids = sigmoid->topk_indices;
+    } else {
+        return moer_fail(message, MOER_UNSUPPORTED, "the cuda backend does not have this operation");
+    }
+    int64_t tokens = hidden->shape[0], width = hidden->shape[1], experts = weight->shape[0], top_k = ids->shape[1];
+    if (experts > MOST_EXPERTS || top_k > MOST_SLOTS || top_k > experts)
+        return moer_fail(message, MOER_UNSUPPORTED,
+                         "%lld experts, %lld of them chosen: the cuda backend takes at most %d, and %d of those",
+                         static_cast<long long>(experts), static_cast<long long>(top_k), MOST_EXPERTS, MOST_SLOTS);
+    /* A launch has fewer than 2^31 blocks, of 4 tokens or of tiles of 128 x 128. */
+    if (tokens > INT64_C(1) << 32 || width > INT64_C(1) << 31 ||
+        round_up(tokens, 128) / 128 * (round_up(width, 128) / 128) > INT64_C(1) << 30)
+        return moer_fail(message, MOER_UNSUPPORTED, "hidden_states of [%lld, %lld] take more blocks than a launch has",
+                         static_cast<long long>(tokens), static_cast<long long>(width));
+    *result = operation == MOER_SOFTMAX_TOPK_BACKWARD
+                  ? make_problem(*static_cast<const moer_softmax_topk_backward_args *>(args))
+                  : make_problem(*static_cast<const moer_sigmoid_topk_backward_args *>(args));
+    *device = hidden->device.device_id;
+    result->logits_stride = round_up(experts, LOGITS_MULTIPLE);
+    result->split_tokens = split_tokens(tokens);
+    result->splits = round_up(tokens, result->split_tokens) / result->split_tokens;
+    int64_t logits = tokens * result->logits_stride * (result->weight.type == F32 ? 4 : 2);
+    int64_t partials = result->grad_weight.data ? result->splits * experts * width * 4 : 0;
+    result->partials = reinterpret_cast<float *>(round_up(logits, 256));
+    *bytes = static_cast<size_t>(round_up(logits, 256) + round_up(partials, 256));
+    return MOER_OK;
+}
+
+/* ---- Workspaces ---- */
+
+/* A pool for each device, made on first need. It keeps what it has, up to as much as a large batch takes. */
+cudaError_t pool_of(int device, cudaMemPool_t *pool) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    static cudaMemPool_t pools[MOST_DEVICES];
+    uint64_t keep = UINT64_C(256) << 20;
+    cudaError_t error = cudaSuccess;
+    pthread_mutex_lock(&mutex);
+    if (!pools[device]) {
+        cudaMemPoolProps properties{};
+        properties.allocType = cudaMemAllocationTypePinned;
+        properties.location.type = cudaMemLocationTypeDevice;
+        properties.location.id = device;
+        error = cudaMemPoolCreate(&pools[device], &properties);
+        if (error == cudaSuccess)
+            error = cudaMemPoolSetAttribute(pools[device], cudaMemPoolAttrReleaseThreshold, &keep);
+    }
+    *pool = pools[device];
+    pthread_mutex_unlock(&mutex);
+    return error;
+}
+
+enum moer_status take_workspace(int device, cudaStream_t stream, size_t bytes, void **workspace,
+                                moer_message *message) {
+    cudaStreamCaptureStatus capturing;
+    cudaError_t error = cudaStreamIsCapturing(stream, &capturing);
+    if (error == cudaSuccess && capturing != cudaStreamCaptureStatusNone)
+        return moer_fail(message, MOER_INVALID,
+                         "workspace is NULL while the stream is capturing; give one of %zu bytes, as the operation's "
+                         "_workspace_size() says",
+                         bytes);
+    cudaMemPool_t pool;
+    if (error == cudaSuccess)
+        error = pool_of(device, &pool);
+    if (error == cudaSuccess)
+        error = cudaMallocFromPoolAsync(workspace, bytes, pool, stream);
+    return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "the workspace");
+}
+
+/* ---- The backend's functions ---- */
+
+enum moer_status launch_all(const problem &problem, cudaStream_t stream, moer_message *message) {
+    cudaError_t error = problem.tokens > 0 ? launch_logits(problem, stream) : cudaSuccess;
+    if (error == cudaSuccess)
+        error = launch_products(problem, stream);
+    return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a kernel could not be launched");
+}
+
+enum moer_status run(enum moer_operation operation, const void *args, moer_message *message) {
+    problem problem{};
+    size_t bytes = 0;
+    int device = 0;
+    enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
+    if (status)
+        return status;
+    current_device current(device, message);
+    if (current.status)
+        return current.status;
+    auto common = static_cast<const common_args *>(args);
+    auto stream = static_cast<cudaStream_t>(common->stream);
+    void *workspace = common->workspace;
+    if (!workspace && bytes > 0)
+        status = take_workspace(device, stream, bytes, &workspace, message);
+    if (status)
+        return status;
+    problem.logits = static_cast<char *>(workspace);
+    problem.partials = reinterpret_cast<float *>(problem.logits + reinterpret_cast<uintptr_t>(problem.partials));
+    status = launch_all(problem, stream, message);
+    if (!common->workspace && workspace) {
+        cudaError_t error = cudaFreeAsync(workspace, stream);
+        if (error != cudaSuccess && !status)
+            status = cuda_failed(message, error, "the workspace");
+    }
+    return status;
+}
+
+enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes,
+                                moer_message *message) {
+    problem problem{};
+    int device = 0;
+    return plan(operation, args, &problem, bytes, &device, message);
+}
+
+enum moer_status explain(enum moer_operation operation, const void *args, moer_message *message) {
+    problem problem{};
+    size_t bytes = 0;
+    int device = 0;
+    enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
+    if (status)
+        return status;
+    return moer_fail(message, MOER_OK, "cuda:%d, generic path: %s products, weight gradient in %lld splits of %lld tokens",
+                     device, problem.weight.type == F32 ? "float32" : "mma.sync",
+                     static_cast<long long>(problem.splits), static_cast<long long>(problem.split_tokens));
+}
+
+void info(char *text, size_t size) {
+    int count = 0, driver = 0, runtime = 0;
+    cudaGetDeviceCount(&count);
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    int length = snprintf(text, size, "driver: CUDA %d.%d\nruntime: CUDA %d.%d\n", driver / 1000, driver % 1000 / 10,
+                          runtime / 1000, runtime % 1000 / 10);
+    for (int device = 0; device < count && static_cast<size_t>(length) < size; device++) {
+        cudaDeviceProp properties;
+        if (cudaGetDeviceProperties(&properties, device) != cudaSuccess)
+            continue;
+        length += snprintf(text + length, size - length, "cuda:%d: %s, sm_%d%d, %d multiprocessors, %.0f GiB\n", device,
+                           properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+                           static_cast<double>(properties.totalGlobalMem) / (1 << 30));
+    }
+    cudaGetLastError();
+}
+
+enum moer_status allocate(DLDevice device, size_t bytes, void **data, moer_message *message) {
+    current_device current(device.device_id, message);
+    if (current.status)
+        return current.status;
+    cudaError_t error = device.device_type == kDLCUDAManaged ? cudaMallocManaged(data, bytes) : cudaMalloc(data, bytes);
+    return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "an allocation");
+}
+
+void release(DLDevice device, void *data) {
+    moer_message message;
+    current_device current(device.device_id, &message);
+    if (!current.status)
+        cudaFree(data);
+}
+
+enum moer_status copy(void *to, DLDevice to_device, const void *from, DLDevice from_device, size_t bytes,
+                      moer_message *message) {
+    bool from_host = from_device.device_type == kDLCPU || from_device.device_type == kDLCUDAHost;
+    current_device current(from_host ? to_device.device_id : from_device.device_id, message);
+    if (current.status)
+        return current.status;
+    cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+    if (error == cudaSuccess)
+        error = cudaDeviceSynchronize();
+    return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a copy");
+}
+
+const moer_backend backend = {
+    .abi = MOER_BACKEND_ABI,
+    .name = "cuda",
+    .unavailable = unavailable,
+    .info = info,
+    .run = run,
+    .workspace_size = workspace_size,
+    .explain = explain,
+    .allocate = allocate,
+    .release = release,
+    .copy = copy,
+};
+
+} // namespace
+
+extern "C" const struct moer_backend *moer_backend_entry(void) {
+    return &backend;
+}

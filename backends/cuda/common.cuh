@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value; logits.cu
+ * makes G, products.cu multiplies it, launch order and memory are backend.cu's. */
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include "backend.h"
+#include "tensor.h"
+
+enum element { BF16, F16, F32 };
+
+/* A matrix: rows of contiguous elements, stride elements apart. */
+struct rows {
+    char *data; /* NULL: absent */
+    int64_t stride;
+    enum element type;
+};
+
+struct problem {
+    int64_t tokens, hidden;
+    int experts, top_k;
+    struct rows hidden_states, weight;
+    struct rows grad_hidden, grad_weight, grad_logits;
+    int accumulate;
+    const char *ids;
+    int64_t ids_stride; /* bytes */
+    int wide_ids;
+    int *invalid_ids;
+    enum moer_operation operation;
+    /* softmax: p, z, g, d, m; z, d and m may be absent. m's strides are in elements. */
+    struct rows probs, sum, incoming, direct, mask;
+    int64_t mask_expert, mask_slot, mask_token;
+    /* sigmoid: f, s, w, z; g is incoming. */
+    float scaling;
+    struct rows scores, normalized, denominator;
+
+    /* The workspace. G is T, [tokens][logits_stride], zero beyond E; partial sums of the weight gradient are
+     * [splits][E][H]. */
+    char *logits;
+    int64_t logits_stride;
+    float *partials;
+    int64_t split_tokens, splits;
+};
+
+/* G's rows are a whole number of the products' steps. */
+enum { LOGITS_MULTIPLE = 32 };
+
+/* Each launches on the stream; no synchronisation. */
+cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
+cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
+
+/* The launchers hand dtypes to templates. */
+template <typename T> __device__ __forceinline__ float to_float(T value) {
+    return static_cast<float>(value);
+}
+template <typename T> __device__ __forceinline__ T from_float(float value);
+template <> __device__ __forceinline__ float from_float<float>(float value) {
+    return value;
+}
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+template <> __device__ __forceinline__ __half from_float<__half>(float value) {
+    return __float2half_rn(value);
+}
+
+__device__ __forceinline__ float load_element(const struct rows &rows, int64_t row, int64_t column) {
+    int64_t at = row * rows.stride + column;
+    if (rows.type == F32)
+        return reinterpret_cast<const float *>(rows.data)[at];
+    if (rows.type == BF16)
+        return to_float(reinterpret_cast<const __nv_bfloat16 *>(rows.data)[at]);
+    return to_float(reinterpret_cast<const __half *>(rows.data)[at]);
+}
+
+__device__ __forceinline__ void store_element(const struct rows &rows, int64_t row, int64_t column, float value) {
+    int64_t at = row * rows.stride + column;
+    if (rows.type == F32)
+        reinterpret_cast<float *>(rows.data)[at] = value;
+    else if (rows.type == BF16)
+        reinterpret_cast<__nv_bfloat16 *>(rows.data)[at] = from_float<__nv_bfloat16>(value);
+    else
+        reinterpret_cast<__half *>(rows.data)[at] = from_float<__half>(value);
+}

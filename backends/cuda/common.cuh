@@ -84,3 +84,37 @@ __device__ __forceinline__ void store_element(const struct rows &rows, int64_t r
     else
         reinterpret_cast<__half *>(rows.data)[at] = from_float<__half>(value);
 }
+
+/* Programmatic dependent launch, from Hopper on: a kernel lets the next one start beside it, which waits for its results
+ * before it touches them. */
+__device__ __forceinline__ void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
+
+__device__ __forceinline__ void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize();
+#endif
+}
+
+/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where the device can do that. */
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared,
+                         cudaStream_t stream, const Arguments &...arguments) {
+    int device = 0, major = 0;
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &early;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    config.numAttrs = major >= 9;
+    return cudaLaunchKernelEx(&config, kernel, arguments...);
+}

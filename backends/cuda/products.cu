@@ -5,11 +5,11 @@
  *     weight gradient      tiles of 64 experts x 128 columns, terms over a split of the tokens:  A = G^T, whose terms are
  *                          the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
  *
- * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of 8
- * warps, 2 x 4 over the tile, takes STEP terms at a time from a ring of STAGES buffers that cp.async fills; chunks of 16
- * bytes are XORed with their row's number so that ldmatrix meets no bank twice. Budget: 64 KB of shared memory, at most
- * 128 registers, so that two blocks share a multiprocessor. float32 operands go through the same ring into fused
- * multiply-adds.
+ * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of 4
+ * warps, 2 x 2 over the tile, takes 32 terms at a time from a ring of STAGES buffers that cp.async fills; chunks of 16
+ * bytes are XORed with their row's number so that ldmatrix meets no bank twice. B does not depend on the kernel before, so
+ * it is on its way while that one ends. Budget: 64 KB of shared memory and 256 registers a thread, two blocks to a
+ * multiprocessor. float32 operands go through the same ring into fused multiply-adds.
  *
  * Splits depend on the number of tokens alone, and a tile's terms are added in ascending order wherever it lies: the bits
  * of a row of grad_hidden_states depend on that token alone. */
@@ -18,8 +18,7 @@
 
 namespace {
 
-enum { THREADS = 256, WARP = 32, WARPS_DOWN = 2, WARPS_ACROSS = 4 };
-enum { COLUMNS = 128, STAGES = 4, CHUNK_BYTES = 16 };
+enum { THREADS = 128, WARP = 32, WARPS_ACROSS = 2, COLUMNS = 128, STAGES = 4, CHUNK_BYTES = 16 };
 
 /* Where a tile's operands are and how much of them there is. */
 struct operand {
@@ -30,23 +29,7 @@ struct operand {
     bool aligned;     /* rows begin at multiples of 16 bytes */
 };
 
-/* Loads a chunk of a row into shared memory; what does not exist is zero. */
-template <typename T>
-__device__ __forceinline__ void load_chunk(T *to, const operand &from, int64_t row, int64_t column) {
-    constexpr int elements = CHUNK_BYTES / sizeof(T);
-    int64_t left = row < from.rows ? from.columns - column : 0;
-    int valid = left < 0 ? 0 : left > elements ? elements : static_cast<int>(left);
-    const T *source = reinterpret_cast<const T *>(from.data) + (valid > 0 ? row * from.stride + column : 0);
-    if (from.aligned) {
-        copy_async(to, source, valid * static_cast<int>(sizeof(T)));
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < elements; i++)
-        to[i] = i < valid ? source[i] : T(0.0f);
-}
-
-/* A block of rows x width elements in shared memory, width a power of two; element (row, column) is at swizzled(). */
+/* A block of rows x WIDTH elements in shared memory: where element (row, column) lies. */
 template <typename T, int WIDTH> __device__ __forceinline__ int swizzled(int row, int column) {
     constexpr int elements = CHUNK_BYTES / sizeof(T), chunks = WIDTH / elements;
     /* A row shorter than 128 bytes shares its banks with its neighbours. */
@@ -55,20 +38,54 @@ template <typename T, int WIDTH> __device__ __forceinline__ int swizzled(int row
     return row * WIDTH + chunk * elements + column % elements;
 }
 
-template <typename T, int ROWS, int WIDTH>
-__device__ __forceinline__ void load_block(T *to, const operand &from, int64_t row, int64_t column) {
-    constexpr int elements = CHUNK_BYTES / sizeof(T), chunks = ROWS * WIDTH / elements;
-#pragma unroll
-    for (int i = 0; i < chunks / THREADS; i++) {
-        int chunk = i * THREADS + threadIdx.x;
-        int r = chunk / (WIDTH / elements), c = chunk % (WIDTH / elements) * elements;
-        load_chunk(to + swizzled<T, WIDTH>(r, c), from, row + r, column + c);
+/* Loads ROWS x WIDTH blocks of an operand, one after the other down its rows (DOWN) or along them. A thread has the same
+ * chunks of every block, so that addresses and limits are worked out once. */
+template <typename T, int ROWS, int WIDTH, bool DOWN> class loader {
+    static constexpr int ELEMENTS = CHUNK_BYTES / sizeof(T), CHUNKS_A_ROW = WIDTH / ELEMENTS;
+    static constexpr int COUNT = ROWS * CHUNKS_A_ROW / THREADS, ROW_STEP = THREADS / CHUNKS_A_ROW;
+    const T *source;
+    int64_t stride;
+    int row, column, rows_left, columns_left;
+    bool aligned;
+
+  public:
+    __device__ explicit loader(const operand &from)
+        : stride(from.stride), row(threadIdx.x / CHUNKS_A_ROW), column(threadIdx.x % CHUNKS_A_ROW * ELEMENTS),
+          rows_left(static_cast<int>(from.rows < 1 << 30 ? from.rows : 1 << 30) - row),
+          columns_left(static_cast<int>(from.columns < 1 << 30 ? from.columns : 1 << 30) - column),
+          aligned(from.aligned) {
+        source = reinterpret_cast<const T *>(from.data) + row * stride + column;
     }
-}
+
+    /* Loads the next block; what does not exist is zero. */
+    __device__ __forceinline__ void next(T *block) {
+        int valid = columns_left < 0 ? 0 : columns_left < ELEMENTS ? columns_left : ELEMENTS;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            T *to = block + swizzled<T, WIDTH>(row + i * ROW_STEP, column);
+            int here = i * ROW_STEP < rows_left ? valid : 0;
+            const T *from = here > 0 ? source + i * ROW_STEP * stride : source;
+            if (aligned) {
+                copy_async(to, here > 0 ? from : nullptr, here * static_cast<int>(sizeof(T)));
+            } else {
+#pragma unroll
+                for (int j = 0; j < ELEMENTS; j++)
+                    to[j] = j < here ? from[j] : T(0.0f);
+            }
+        }
+        if (DOWN) {
+            source += ROWS * stride;
+            rows_left -= ROWS;
+        } else {
+            source += WIDTH;
+            columns_left -= WIDTH;
+        }
+    }
+};
 
 /* The sums of a tile, as the threads have them, and how a step of terms is added: by tensor cores for 16-bit types. */
 template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
-    static constexpr int STEP = 32, WARP_ROWS = ROWS / WARPS_DOWN, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
+    static constexpr int STEP = 32, WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
     static constexpr int DOWN = WARP_ROWS / 16, ACROSS = WARP_COLUMNS / 8;
     float sums[DOWN][ACROSS][4];
 
@@ -119,20 +136,20 @@ template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
     }
 };
 
-/* float32: a thread has ROWS / 16 rows, 16 apart, and 4 pairs of columns, 32 apart. */
+/* float32: a thread has ROWS / 8 rows, 8 apart, and 4 pairs of columns, 32 apart. */
 template <int ROWS, bool TERMS_ARE_ROWS> struct tile<float, ROWS, TERMS_ARE_ROWS> {
-    static constexpr int STEP = 16, DOWN = ROWS / 16, ACROSS = 4;
+    static constexpr int STEP = 16, DOWN = ROWS / 8, ACROSS = 4;
     float sums[DOWN][ACROSS][2];
 
     __device__ __forceinline__ void add(const float *a, const float *b) {
         int down = threadIdx.x / 16, across = threadIdx.x % 16 * 2;
-#pragma unroll 4
+#pragma unroll 2
         for (int term = 0; term < STEP; term++) {
             float left[DOWN];
 #pragma unroll
             for (int i = 0; i < DOWN; i++)
-                left[i] = TERMS_ARE_ROWS ? a[swizzled<float, ROWS>(term, down + 16 * i)]
-                                         : a[swizzled<float, STEP>(down + 16 * i, term)];
+                left[i] = TERMS_ARE_ROWS ? a[swizzled<float, ROWS>(term, down + 8 * i)]
+                                         : a[swizzled<float, STEP>(down + 8 * i, term)];
 #pragma unroll
             for (int j = 0; j < ACROSS; j++) {
                 float2 right = *reinterpret_cast<const float2 *>(b + swizzled<float, COLUMNS>(term, across + 32 * j));
@@ -150,38 +167,42 @@ template <int ROWS, bool TERMS_ARE_ROWS> struct tile<float, ROWS, TERMS_ARE_ROWS
         for (int i = 0; i < DOWN; i++)
 #pragma unroll
             for (int j = 0; j < ACROSS; j++)
-                visit(threadIdx.x / 16 + 16 * i, threadIdx.x % 16 * 2 + 32 * j, sums[i][j][0], sums[i][j][1]);
+                visit(threadIdx.x / 16 + 8 * i, threadIdx.x % 16 * 2 + 32 * j, sums[i][j][0], sums[i][j][1]);
     }
 };
 
-/* The sums over terms of A's tile times B's: A and B are operands whose first element is the tile's. */
+/* The sums over terms of A's tile times B's: A and B are operands whose first element is the tile's. A is what the kernel
+ * before has made, B is an input. */
 template <typename T, int ROWS, bool TERMS_ARE_ROWS>
 __device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &result, const operand &a,
                                               const operand &b, int64_t terms, char *shared) {
     constexpr int STEP = tile<T, ROWS, TERMS_ARE_ROWS>::STEP, A = ROWS * STEP, B = STEP * COLUMNS;
-    T *ring = reinterpret_cast<T *>(shared);
-    int64_t steps = (terms + STEP - 1) / STEP;
-    auto load = [&](int64_t step) {
-        T *stage = ring + step % STAGES * (A + B);
-        if (step < steps) {
-            if (TERMS_ARE_ROWS)
-                load_block<T, STEP, ROWS>(stage, a, step * STEP, 0);
-            else
-                load_block<T, ROWS, STEP>(stage, a, 0, step * STEP);
-            load_block<T, STEP, COLUMNS>(stage + A, b, step * STEP, 0);
-        }
-        copy_async_commit();
-    };
+    loader<T, TERMS_ARE_ROWS ? STEP : ROWS, TERMS_ARE_ROWS ? ROWS : STEP, TERMS_ARE_ROWS> load_a(a);
+    loader<T, STEP, COLUMNS, true> load_b(b);
+    T *ring_a = reinterpret_cast<T *>(shared), *ring_b = ring_a + STAGES * A;
+    int steps = static_cast<int>((terms + STEP - 1) / STEP);
     memset(result.sums, 0, sizeof result.sums);
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++)
-        load(step);
-    for (int64_t step = 0; step < steps; step++) {
+        if (step < steps)
+            load_b.next(ring_b + step * B);
+    wait_for_last_kernel();
+#pragma unroll
+    for (int step = 0; step < STAGES - 1; step++) {
+        if (step < steps)
+            load_a.next(ring_a + step * A);
+        copy_async_commit();
+    }
+    for (int step = 0; step < steps; step++) {
         copy_async_wait<STAGES - 2>();
         __syncthreads();
-        load(step + STAGES - 1); /* into the buffer that the last step has read */
-        const T *stage = ring + step % STAGES * (A + B);
-        result.add(stage, stage + A);
+        int ahead = step + STAGES - 1;
+        if (ahead < steps) { /* into the buffer that the last step has read */
+            load_a.next(ring_a + ahead % STAGES * A);
+            load_b.next(ring_b + ahead % STAGES * B);
+        }
+        copy_async_commit();
+        result.add(ring_a + step % STAGES * A, ring_b + step % STAGES * B);
     }
     copy_async_wait<0>();
     __syncthreads();
@@ -194,6 +215,16 @@ template <typename T> constexpr size_t shared_bytes = STAGES *(HIDDEN_ROWS + COL
 
 __device__ bool is_aligned(const rows &rows, int size) {
     return reinterpret_cast<uintptr_t>(rows.data) % CHUNK_BYTES == 0 && rows.stride * size % CHUNK_BYTES == 0;
+}
+
+__device__ __forceinline__ void store_pair(__nv_bfloat16 *to, float first, float second) {
+    *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(first, second);
+}
+__device__ __forceinline__ void store_pair(__half *to, float first, float second) {
+    *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(first, second);
+}
+__device__ __forceinline__ void store_pair(float *to, float first, float second) {
+    to[0] = first, to[1] = second;
 }
 
 /* Rounds a tile of grad_hidden_states, through shared memory where whole chunks can be stored. */
@@ -212,22 +243,25 @@ __device__ void store_hidden(const tile<T, HIDDEN_ROWS, false> &sums, const prob
         return;
     }
     T *staged = reinterpret_cast<T *>(shared);
-    sums.each([&](int i, int j, float first, float second) {
-        staged[i * width + j] = from_float<T>(first);
-        staged[i * width + j + 1] = from_float<T>(second);
-    });
+    sums.each([&](int i, int j, float first, float second) { store_pair(staged + i * width + j, first, second); });
     __syncthreads();
-    for (int chunk = threadIdx.x; chunk < HIDDEN_ROWS * COLUMNS / 8; chunk += THREADS) {
-        int i = chunk / (COLUMNS / 8), j = chunk % (COLUMNS / 8) * 8;
-        if (token + i < problem.tokens && column + j < problem.hidden)
-            *reinterpret_cast<uint4 *>(reinterpret_cast<T *>(out.data) + (token + i) * out.stride + column + j) =
-                *reinterpret_cast<const uint4 *>(staged + i * width + j);
-    }
+    constexpr int chunks = COLUMNS / 8, rows_a_round = THREADS / chunks;
+    int row = threadIdx.x / chunks, across = threadIdx.x % chunks * 8;
+    int rows = problem.tokens - token < HIDDEN_ROWS ? static_cast<int>(problem.tokens - token) : HIDDEN_ROWS;
+    if (column + across >= problem.hidden)
+        return;
+    T *to = reinterpret_cast<T *>(out.data) + (token + row) * out.stride + column + across;
+    const T *from = staged + row * width + across;
+#pragma unroll
+    for (int i = 0; i < HIDDEN_ROWS; i += rows_a_round)
+        if (i + row < rows)
+            *reinterpret_cast<uint4 *>(to + i * out.stride) = *reinterpret_cast<const uint4 *>(from + i * width);
 }
 
-template <typename T> __device__ void hidden_tile(const problem &problem, int64_t index, char *shared) {
-    int64_t across = (problem.hidden + COLUMNS - 1) / COLUMNS;
-    int64_t token = index / across * HIDDEN_ROWS, column = index % across * COLUMNS;
+template <typename T>
+__device__ __forceinline__ void hidden_tile(const problem &problem, unsigned index, unsigned across, char *shared) {
+    int64_t token = static_cast<int64_t>(index / across) * HIDDEN_ROWS;
+    int64_t column = static_cast<int64_t>(index % across) * COLUMNS;
     operand g = {problem.logits + token * problem.logits_stride * sizeof(T), problem.logits_stride,
                  problem.tokens - token, problem.logits_stride, true};
     operand w = {problem.weight.data + column * sizeof(T), problem.weight.stride, problem.experts,
@@ -237,10 +271,12 @@ template <typename T> __device__ void hidden_tile(const problem &problem, int64_
     store_hidden(sums, problem, token, column, shared);
 }
 
-template <typename T> __device__ void weight_tile(const problem &problem, int64_t index, char *shared) {
-    int64_t down = (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS, across = (problem.hidden + COLUMNS - 1) / COLUMNS;
-    int64_t expert = index % down * WEIGHT_ROWS, column = index / down % across * COLUMNS;
-    int64_t split = index / down / across, token = split * problem.split_tokens;
+template <typename T>
+__device__ __forceinline__ void weight_tile(const problem &problem, unsigned index, unsigned across, char *shared) {
+    unsigned down = (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS;
+    int expert = index % down * WEIGHT_ROWS;
+    int64_t column = static_cast<int64_t>(index / down % across) * COLUMNS, split = index / down / across;
+    int64_t token = split * problem.split_tokens;
     int64_t tokens = problem.tokens - token < problem.split_tokens ? problem.tokens - token : problem.split_tokens;
     operand g = {problem.logits + (token * problem.logits_stride + expert) * sizeof(T), problem.logits_stride, tokens,
                  problem.logits_stride - expert, true};
@@ -267,27 +303,46 @@ template <typename T> __device__ void weight_tile(const problem &problem, int64_
 /* Weight tiles come first: they are the longer ones. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 2)
-    products_kernel(const __grid_constant__ problem problem, int64_t weight_tiles) {
+    products_kernel(const __grid_constant__ problem problem, unsigned weight_tiles, unsigned across) {
     extern __shared__ __align__(128) char shared[];
+    allow_next_kernel();
     if (blockIdx.x < weight_tiles)
-        weight_tile<T>(problem, blockIdx.x, shared);
+        weight_tile<T>(problem, blockIdx.x, across, shared);
     else
-        hidden_tile<T>(problem, blockIdx.x - weight_tiles, shared);
+        hidden_tile<T>(problem, blockIdx.x - weight_tiles, across, shared);
 }
 
-/* The weight gradient from its partial sums: added in order, to the old value once, rounded once. */
-__global__ void reduce_kernel(const __grid_constant__ problem problem) {
+/* The weight gradient from its partial sums: added in order, to the old value once, rounded once. A thread has WIDTH
+ * neighbours; unless WIDTH is 1, rows are whole numbers of those. */
+template <int WIDTH> __global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ problem problem) {
+    struct alignas(WIDTH * sizeof(float)) group {
+        float value[WIDTH];
+    };
+    wait_for_last_kernel();
     int64_t elements = problem.experts * problem.hidden;
-    int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+    int64_t at = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * WIDTH;
     if (at >= elements)
         return;
-    float sum = 0;
-    for (int64_t split = 0; split < problem.splits; split++)
-        sum = __fadd_rn(sum, problem.partials[split * elements + at]);
+    float sum[WIDTH] = {};
+#pragma unroll 8
+    for (int64_t split = 0; split < problem.splits; split++) {
+        group part = *reinterpret_cast<const group *>(problem.partials + split * elements + at);
+#pragma unroll
+        for (int i = 0; i < WIDTH; i++)
+            sum[i] = __fadd_rn(sum[i], part.value[i]);
+    }
     int64_t expert = at / problem.hidden, column = at % problem.hidden;
-    if (problem.accumulate)
-        sum = __fadd_rn(load_element(problem.grad_weight, expert, column), sum);
-    store_element(problem.grad_weight, expert, column, sum);
+#pragma unroll
+    for (int i = 0; i < WIDTH; i++) {
+        if (problem.accumulate)
+            sum[i] = __fadd_rn(load_element(problem.grad_weight, expert, column + i), sum[i]);
+        store_element(problem.grad_weight, expert, column + i, sum[i]);
+    }
+}
+
+template <int WIDTH> cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
+    int64_t threads = problem.experts * problem.hidden / WIDTH;
+    return launch_early(reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
 }
 
 template <typename T> cudaError_t launch(const problem &problem, cudaStream_t stream) {
@@ -302,17 +357,15 @@ template <typename T> cudaError_t launch(const problem &problem, cudaStream_t st
                                                  static_cast<int>(shared_bytes<T>));
         if (error != cudaSuccess)
             return error;
-        products_kernel<T><<<static_cast<unsigned>(weight_tiles + hidden_tiles), THREADS, shared_bytes<T>, stream>>>(
-            problem, weight_tiles);
-        error = cudaGetLastError();
+        error = launch_early(products_kernel<T>, weight_tiles + hidden_tiles, THREADS, shared_bytes<T>, stream, problem,
+                             static_cast<unsigned>(weight_tiles), static_cast<unsigned>(across));
         if (error != cudaSuccess)
             return error;
     }
     int64_t elements = problem.experts * problem.hidden;
     if (!problem.grad_weight.data || elements == 0 || (problem.accumulate && problem.tokens == 0))
         return cudaSuccess;
-    reduce_kernel<<<static_cast<unsigned>((elements + THREADS - 1) / THREADS), THREADS, 0, stream>>>(problem);
-    return cudaGetLastError();
+    return problem.hidden % 4 == 0 ? launch_reduce<4>(problem, stream) : launch_reduce<1>(problem, stream);
 }
 
 } // namespace

@@ -192,7 +192,7 @@ check 'an output in no folder' 2 'cannot be written' run $softmax "$odd" -o "$wo
 check 'output to a device' 0 'by the file' run $softmax "$odd" -o /dev/null
 [ -c /dev/full ] && check 'output to a full disk' 2 'No space left' run $softmax "$odd" -o /dev/full
 mkfifo "$work/fifo"
-cat "$work/fifo" >"$work/fifo.out" &
+timeout 60 cat "$work/fifo" >"$work/fifo.out" &
 check 'output to a pipe' 0 'by the file' run $softmax "$odd" -o "$work/fifo"
 wait $!
 holds 'arrives' cmp "$work/odd.out" "$work/fifo.out"

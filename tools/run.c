@@ -259,8 +259,8 @@ static int compare(const struct run *run, const DLTensor *const *expected, int g
         }
         if (of->broken > 0)
             printf("%lld of %lld elements out of bounds, ", (long long)of->broken, (long long)of->elements);
-        printf("%.3g of the bound at worst: [%lld, %lld] is %.9g, expected %.9g, bound %.3g\n", of->worst,
-               (long long)of->row, (long long)of->column, of->value, of->expected, of->bound);
+        printf("%.3g of the bound (1 is allowed) at worst: [%lld, %lld] is %.9g, expected %.9g, bound %.3g\n",
+               of->worst, (long long)of->row, (long long)of->column, of->value, of->expected, of->bound);
     }
     return result;
 }

@@ -15,6 +15,26 @@ static const struct subcommand {
     int (*main)(int argc, char **argv);
     const char *help;
 } subcommands[] = {
+    {"bench", bench_main,
+     "Usage: moerouter bench [OPERATION] [OPTION]...\n"
+     "\n"
+     "Times an operation, or all of them, beside a plain copy of hidden_states (the floor) and the two matrix "
+     "products\n"
+     "alone (gemms). A case is held to a loop in double precision before it is timed. Sizes that are not given are\n"
+     "those of the public benchmark suite.\n"
+     "\n"
+     "  --device DEVICE      cpu or cuda:N (cpu)\n"
+     "  --tokens N[,N]...    numbers of tokens, a case each\n"
+     "  --hidden H           hidden size\n"
+     "  --experts E          number of experts\n"
+     "  --top-k K            experts chosen for each token, at most E\n"
+     "  --repeats R          times are medians of so many, at least 9 (9)\n"
+     "  --json FILE          write the results as JSON\n"
+     "  --plot FILE          write a plot of the results as SVG\n"
+     "\n"
+     "OPERATION is softmax_topk_backward or sigmoid_topk_backward. The exit status is 1 where a case is wrong, 2 "
+     "where\n"
+     "something else is.\n"},
     {"check", check_main,
      "Usage: moerouter check [OPERATION] [OPTION]...\n"
      "\n"
@@ -68,6 +88,7 @@ static const char usage[] = "Usage: moerouter SUBCOMMAND [ARGUMENT]...\n"
                             "\n"
                             "Backward passes of Mixture-of-Experts routers, from the command line.\n"
                             "\n"
+                            "  bench   time operations beside a copy and the products alone\n"
                             "  check   hold operations on a device to a loop in double precision\n"
                             "  info    the version and the backends that can be used here\n"
                             "  make    draw the inputs of an operation into a file\n"

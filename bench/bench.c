@@ -75,7 +75,7 @@ static void print_means(const struct bench_suite *suite) {
 
 /* ---- Suites ----------------------------------------------------------------------------------------------------- */
 
-static int bench_suite(const struct bench *bench, struct bench_suite *suite) {
+static int time_suite(const struct bench *bench, struct bench_suite *suite) {
     int result = 0;
     print_heading(suite);
     for (size_t i = 0; i < suite->count && result != EXIT_TROUBLE; i++) {
@@ -183,7 +183,7 @@ static int run_bench(struct bench *bench) {
            bench->peers->method, (unsigned long long)bench->repeats, bench->peers->names[BENCH_FLOOR],
            bench->peers->names[BENCH_GEMMS]);
     for (size_t i = 0; i < bench->count && result != EXIT_TROUBLE; i++) {
-        const int outcome = bench_suite(bench, &bench->suites[i]);
+        const int outcome = time_suite(bench, &bench->suites[i]);
         result = outcome > result ? outcome : result;
     }
     return result;
@@ -211,7 +211,9 @@ int bench_main(int argc, char **argv) {
         bench_write_json(&bench, json);
     if (plot && result != EXIT_TROUBLE)
         bench_write_plot(&bench, plot);
-    if (close_file(&options[JSON], json) != 0 || close_file(&options[PLOT], plot) != 0)
+    if (close_file(&options[JSON], json) != 0)
+        result = EXIT_TROUBLE;
+    if (close_file(&options[PLOT], plot) != 0)
         result = EXIT_TROUBLE;
     for (size_t i = 0; i < bench.count; i++)
         free(bench.suites[i].cases);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU's benchmark: wall-clock time of warm calls, beside a memcpy() of hidden_states, and OpenBLAS on float32 copies
- * of the operands, one sgemm for each product. */
+/* The CPU's benchmark: wall-clock time of warm calls, beside a memcpy() of hidden_states, and OpenBLAS on float32
+ * copies of the operands, one sgemm for each product. */
 #define _XOPEN_SOURCE 700 /* clock_gettime(), nanosleep() */
 #include "bench.h"
 

@@ -38,24 +38,25 @@ static int tick_from(double value) {
     return n;
 }
 
-/* An axis that has room for the values, and at least two ticks. */
+/* An axis that has room for the values; it is longer where fewer than three ticks would be on it. */
 static struct axis axis_of(double least, double greatest, double first, double last) {
     struct axis axis = {least / 1.15, greatest * 1.15, first, last};
-    if (tick(tick_from(axis.low) + 1) > axis.high) {
+    if (tick(tick_from(axis.low) + 2) > axis.high) {
         axis.low = tick(tick_from(axis.low) - 1);
         axis.high = tick(tick_from(axis.high));
     }
     return axis;
 }
 
-/* The ticks of an axis, every one or, where they are many, the powers of ten. Calls draw for each. */
-static void draw_ticks(FILE *file, const struct axis *axis, void (*draw)(FILE *file, double value, double at)) {
+/* The ticks of an axis, or only the powers of ten where there would be more than most. Calls draw for each. */
+static void draw_ticks(FILE *file, const struct axis *axis, int most,
+                       void (*draw)(FILE *file, double value, double at)) {
     const int first = tick_from(axis->low);
     int count = 0;
     while (tick(first + count) <= axis->high)
         count++;
     for (int n = first; n < first + count; n++)
-        if (count <= 10 || n % 3 == 0)
+        if (count <= most || n % 3 == 0)
             draw(file, tick(n), position(axis, tick(n)));
 }
 
@@ -139,16 +140,17 @@ static void draw_panel(FILE *file, const struct bench *bench, const struct bench
     double least, greatest, heights[BENCH_TIMES];
     fprintf(file, "<text class=\"name\" x=\"%d\" y=\"%d\">%s</text>\n", LEFT, TOP - 40,
             moer_operation_name(suite->operation));
-    fprintf(file, "<text x=\"%d\" y=\"%d\">H = %lld, E = %lld, K = %lld, bfloat16</text>\n", LEFT, TOP - 40 + LINE,
-            (long long)suite->dims.hidden, (long long)suite->dims.experts, (long long)suite->dims.top_k);
-    draw_ticks(file, &x, draw_tokens_tick);
+    fprintf(file, "<text x=\"%d\" y=\"%d\">H = %lld, E = %lld, K = %lld, bfloat16; %s, median of %llu</text>\n", LEFT,
+            TOP - 40 + LINE, (long long)suite->dims.hidden, (long long)suite->dims.experts,
+            (long long)suite->dims.top_k, bench->peers->method, (unsigned long long)bench->repeats);
+    draw_ticks(file, &x, 7, draw_tokens_tick);
     fprintf(file, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">tokens</text>\n", (LEFT + RIGHT) / 2,
             BOTTOM + 2 * LINE + 4);
     fprintf(file, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">time</text>\n", LEFT - 6, TOP - 8);
     if (!time_range(suite, &least, &greatest))
         return;
     const struct axis y = axis_of(least, greatest, BOTTOM, TOP);
-    draw_ticks(file, &y, draw_time_tick);
+    draw_ticks(file, &y, 10, draw_time_tick);
     for (int time = BENCH_TIMES - 1; time >= 0; time--) /* ours over the others */
         heights[time] = draw_line(file, suite, time, &x, &y);
     draw_names(file, bench, heights);
@@ -172,10 +174,8 @@ void bench_write_plot(const struct bench *bench, FILE *file) {
             WIDTH * (int)bench->count, HEIGHT, WIDTH * (int)bench->count, HEIGHT, text_colour, text_colour);
     fprintf(file, "<text class=\"title\" x=\"%d\" y=\"28\">", LEFT);
     write_text(file, bench->device_name);
-    fprintf(file, ", %d threads</text>\n", bench->threads);
-    fprintf(file, "<text x=\"%d\" y=\"%d\">moerouter %s, commit %s, %s; %s, median of %llu</text>\n", LEFT,
-            28 + LINE + 2, moer_version(), bench_commit(), bench->date, bench->peers->method,
-            (unsigned long long)bench->repeats);
+    fprintf(file, "</text>\n<text x=\"%d\" y=\"%d\">%d threads; moerouter %s, commit %s, %s</text>\n", LEFT,
+            28 + LINE + 2, bench->threads, moer_version(), bench_commit(), bench->date);
     for (size_t i = 0; i < bench->count; i++) {
         fprintf(file, "<g transform=\"translate(%d 0)\">\n", WIDTH * (int)i);
         draw_panel(file, bench, &bench->suites[i]);

@@ -273,6 +273,7 @@ static int run_command(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* rows can be read as they come, in a pipe too */
     const int status = run_command(argc, argv);
     if (fflush(stdout) != 0 || ferror(stdout))
         return complain("cannot write to standard output: %s", strerror(errno));

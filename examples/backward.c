@@ -1,53 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of a softmax router: 4 tokens, hidden size 8, 6 experts, 2 of them chosen for each token. */
+/* The gradients of a softmax router: 2 tokens, hidden size 3, 4 experts of which each token has chosen 2. */
 #include <moerouter/moerouter.h>
 #include <stdio.h>
 
-enum { N = 4, H = 8, E = 6, K = 2 };
-static float hidden[N][H], gate[E][H], probs[N][E], sum[N][1], grad_weights[N][K], grad_hidden[N][H], grad_gate[E][H];
-static int64_t chosen[N][K];
-
-#define MATRIX(name, rows, columns, code, bits)                                                                        \
-    DLTensor name##_tensor = {name, {kDLCPU, 0}, 2, {code, bits, 1}, (int64_t[]){rows, columns}, NULL, 0}
+#define TENSOR(data, rows, columns, code, bits)                                                                        \
+    &(DLTensor) {                                                                                                      \
+        data, {kDLCPU, 0}, 2, {code, bits, 1}, (int64_t[]){rows, columns}, NULL, 0                                     \
+    }
 
 int main(void) {
-    for (int n = 0; n < N; n++) {
-        for (int e = 0; e < E; e++)
-            probs[n][e] = (e == n || e == n + 1 ? 4.0f : 1.0f) / 12; /* a row adds up to 1 */
-        chosen[n][0] = n, chosen[n][1] = n + 1;
-        sum[n][0] = probs[n][n] + probs[n][n + 1];
-        grad_weights[n][0] = 1; /* more weight for the first of the two would raise the loss */
-        for (int h = 0; h < H; h++)
-            hidden[n][h] = (float)(n + h) / 8;
-    }
-    for (int e = 0; e < E; e++)
-        gate[e][e] = 1;
-
-    MATRIX(hidden, N, H, kDLFloat, 32);
-    MATRIX(gate, E, H, kDLFloat, 32);
-    MATRIX(probs, N, E, kDLFloat, 32);
-    MATRIX(chosen, N, K, kDLInt, 64);
-    MATRIX(sum, N, 1, kDLFloat, 32);
-    MATRIX(grad_weights, N, K, kDLFloat, 32);
-    MATRIX(grad_hidden, N, H, kDLFloat, 32);
-    MATRIX(grad_gate, E, H, kDLFloat, 32);
+    float hidden[2][3] = {{1, 2, 3}, {4, 5, 6}}, gate[4][3] = {{1, 0, 0}, {0, 1, 0}, {0, 0, 1}, {1, 1, 1}};
+    float probs[2][4] = {{0.5f, 0.25f, 0.125f, 0.125f}, {0.125f, 0.125f, 0.25f, 0.5f}}, sum[2] = {0.75f, 0.75f};
+    int64_t chosen[2][2] = {{0, 1}, {3, 2}};
+    float grad_weights[2][2] = {{1, 0}, {0, 1}}, grad_hidden[2][3], grad_gate[4][3];
     struct moer_softmax_topk_backward_args args = {.size = sizeof args,
-                                                   .hidden_states = &hidden_tensor,
-                                                   .gate_weight = &gate_tensor,
-                                                   .routing_probs = &probs_tensor,
-                                                   .selected_experts = &chosen_tensor,
-                                                   .routing_weights_sum = &sum_tensor,
-                                                   .grad_routing_weights = &grad_weights_tensor,
-                                                   .grad_hidden_states = &grad_hidden_tensor,
-                                                   .grad_gate_weight = &grad_gate_tensor};
+                                                   .hidden_states = TENSOR(hidden, 2, 3, kDLFloat, 32),
+                                                   .gate_weight = TENSOR(gate, 4, 3, kDLFloat, 32),
+                                                   .routing_probs = TENSOR(probs, 2, 4, kDLFloat, 32),
+                                                   .selected_experts = TENSOR(chosen, 2, 2, kDLInt, 64),
+                                                   .routing_weights_sum = TENSOR(sum, 2, 1, kDLFloat, 32),
+                                                   .grad_routing_weights = TENSOR(grad_weights, 2, 2, kDLFloat, 32),
+                                                   .grad_hidden_states = TENSOR(grad_hidden, 2, 3, kDLFloat, 32),
+                                                   .grad_gate_weight = TENSOR(grad_gate, 4, 3, kDLFloat, 32)};
     if (moer_softmax_topk_backward(&args)) {
         fprintf(stderr, "%s\n", moer_last_error());
         return 1;
     }
-    for (int n = 0; n < N; n++) {
-        for (int h = 0; h < H; h++)
-            printf(" %8.5f", grad_hidden[n][h]);
-        printf("\n");
-    }
+    for (int n = 0; n < 2; n++)
+        printf("%8.5f %8.5f %8.5f\n", grad_hidden[n][0], grad_hidden[n][1], grad_hidden[n][2]);
     return 0;
 }

@@ -114,6 +114,7 @@ static const struct {
     enum moer_status status;
 } settings[] = {
     {"MOER_CPU_ISA", "portable", MOER_OK},        {"MOER_CPU_ISA", "", MOER_OK},
+    {"MOER_DETERMINISTIC", "0", MOER_OK},         {"MOER_DETERMINISTIC", "yes", MOER_UNSUPPORTED},
     {"MOER_CPU_ISA", "sparc", MOER_UNSUPPORTED},  {"MOER_CPU_PRODUCTS", "own", MOER_OK},
     {"MOER_CPU_PRODUCTS", "openblas", MOER_OK},   {"MOER_CPU_PRODUCTS", "", MOER_OK},
     {"MOER_CPU_PRODUCTS", "x", MOER_UNSUPPORTED}, {"MOER_DETERMINISTIC", "1", MOER_OK},

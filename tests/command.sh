@@ -83,7 +83,7 @@ glm=$DATA/grouped_n16_scale1.safetensors
 
 check 'help' 0 'Usage: moerouter SUBCOMMAND' --help
 check 'version' 0 'moerouter 0.' --version
-for subcommand in info make run; do
+for subcommand in bench check info make run; do
     check "help of $subcommand" 0 "Usage: moerouter $subcommand" $subcommand --help
     check "unknown option of $subcommand" 2 "moerouter $subcommand --help" $subcommand --wrong
     check "unknown letter of $subcommand" 2 "moerouter $subcommand --help" $subcommand -x
@@ -111,6 +111,17 @@ check 'run with two files' 2 'too many' run $softmax "$odd" "$odd"
 check 'run of an unknown device' 2 "'tpu'" run $softmax "$odd" --device tpu
 check 'run of a device without a number' 2 "'cuda:'" run $softmax "$odd" --device cuda:
 check 'run with a wrong dtype' 2 'float16' run $softmax "$odd" --output-dtype float16
+check 'check of an unknown operation' 2 "'relu'" check relu
+check 'check of two operations' 2 'too many' check $softmax $sigmoid
+check 'check of an unknown device' 2 "'tpu'" check --device tpu
+check 'bench of an unknown operation' 2 "'relu'" bench relu --json "$work/out"
+for tokens in 0 -1 1,,2 1, ,1 '' 1x 2147483648; do
+    check "bench with '$tokens' tokens" 2 'must be a number' bench $softmax --tokens "$tokens" --json "$work/out"
+done
+check 'bench with no expert' 2 'must be a number' bench $softmax --experts 0 --json "$work/out"
+check 'bench with top_k above experts' 2 'only 4 experts' bench $softmax --experts 4 --json "$work/out"
+check 'bench with too few repeats' 2 'from 9' bench $softmax --repeats 8 --json "$work/out"
+check 'bench of a GPU' 2 'no benchmark for cuda devices' bench $softmax --device cuda:0 --json "$work/out"
 holds 'nothing was written' fails test -e "$work/out"
 if [ -c /dev/full ]; then
     for argument in --help --version info; do
@@ -192,7 +203,7 @@ check 'an output in no folder' 2 'cannot be written' run $softmax "$odd" -o "$wo
 check 'output to a device' 0 'by the file' run $softmax "$odd" -o /dev/null
 [ -c /dev/full ] && check 'output to a full disk' 2 'No space left' run $softmax "$odd" -o /dev/full
 mkfifo "$work/fifo"
-cat "$work/fifo" >"$work/fifo.out" &
+timeout 60 cat "$work/fifo" >"$work/fifo.out" &
 check 'output to a pipe' 0 'by the file' run $softmax "$odd" -o "$work/fifo"
 wait $!
 holds 'arrives' cmp "$work/odd.out" "$work/fifo.out"
@@ -230,6 +241,65 @@ if "$MOEROUTER" info | grep -q '^cuda: available'; then
     check 'cuda' 0 'by the file' run $softmax "$qwen" --check --device cuda:0
 else
     check 'cuda is not here' 2 'on cuda:0: the cuda backend is not available' run $softmax "$qwen" --check --device cuda:0
+fi
+
+# ---- check
+
+check 'check' 0 ', 0 failed' check $sigmoid --quick
+cp "$work/log" "$work/table"
+holds 'has the suite' test "$(grep -c '  suite  .* pass$' "$work/table")" -eq 9
+holds 'has no larger workloads' fails grep -q ' 8192 ' "$work/table"
+for case in 'edges of N' 'edges of H' 'edges of E, K' 'required inputs' 'int32 ids' 'repeated ids' 'empty slots' \
+    'peaked router' 'same signs' 'exact integers' 'identity gate'; do
+    holds "has $case" grep -q "^$sigmoid  $case .* pass$" "$work/table"
+done
+holds 'has no other operation' fails grep -q "^$softmax" "$work/table"
+holds 'counts its rows' grep -qx "$(grep -c ' pass$' "$work/table") passed, 0 failed" "$work/table"
+"$MOEROUTER" info | grep -q '^cuda: available' ||
+    check 'check on cuda, which is not here' 2 'on cuda:0: suite' check $softmax --quick --device cuda:0
+
+# ---- bench
+
+SOURCE_DATE_EPOCH=86400
+export SOURCE_DATE_EPOCH
+bench() {
+    "$MOEROUTER" bench "$@" --hidden 40 --experts 8 --top-k 2 --json "$work/json" --plot "$work/svg"
+}
+valid() { # the files that were written: as JSON and XML where there is something to read them
+    if command -v python3; then
+        python3 -c 'import json, sys, xml.dom.minidom as xml
+json.load(open(sys.argv[1]))
+xml.parse(sys.argv[2])' "$work/json" "$work/svg"
+    fi
+}
+has() { # FILE TEXT...: the file has them, in lines of their own or within one
+    file=$1
+    shift
+    for text; do
+        grep -qF -- "$text" "$file" || { echo "not in $file: $text"; return 1; }
+    done
+}
+holds 'bench' bench --tokens 300,17,64
+cp "$work/log" "$work/table"
+holds 'has means' has "$work/table" geomean mean workspace $softmax $sigmoid
+holds 'its files are valid' valid
+holds 'its JSON has all' has "$work/json" '"library": "0.' '"commit": "' '"date": "1970-01-02"' '"device": "' \
+    '"threads": ' "\"$softmax\": {" "\"$sigmoid\": {" '"geomean_us": ' '"mean_us": ' '"floor_geomean_us": ' \
+    '"gemms_geomean_us": ' '"tokens": 17,' '"us": ' '"floor_us": ' '"gemms_us": ' '"workspace_bytes": ' '"checked": true'
+holds 'its JSON has every case' test "$(grep -c '"checked": true' "$work/json")" -eq 6
+holds 'its plot has all' has "$work/svg" $softmax $sigmoid 1970-01-02 tokens memcpy sgemm 'H = 40, E = 8, K = 2'
+holds 'bench of one token' bench $sigmoid --tokens 1 --repeats 10
+cp "$work/log" "$work/table"
+holds 'its files are valid, too' valid
+holds 'has no other operation' fails grep -q $softmax "$work/table" "$work/json" "$work/svg"
+SOURCE_DATE_EPOCH=today
+check 'a date that is none' 2 "'today'" bench $softmax --tokens 1
+unset SOURCE_DATE_EPOCH
+check 'JSON in no folder' 2 'cannot be written: No such' bench $softmax --tokens 1 --json "$work/none/json"
+check 'a plot that is a folder' 2 'cannot be written: Is a' bench $softmax --tokens 1 --plot "$work"
+if [ -c /dev/full ]; then
+    check 'JSON to a full disk' 2 'cannot be written: No space' bench $softmax --tokens 1 --json /dev/full
+    check 'a plot to a full disk' 2 'cannot be written: No space' bench $softmax --tokens 1 --plot /dev/full
 fi
 
 # ---- Files that break the format's rules

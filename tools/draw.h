@@ -13,6 +13,9 @@ struct dims draw_suite_dims(enum moer_operation operation);
 /* The suite's token counts; *count of them. */
 const int64_t *draw_suite_tokens(enum moer_operation operation, size_t *count);
 
+/* The suite's absolute tolerance at so many tokens; the relative one is 0.05. */
+double draw_suite_atol(enum moer_operation operation, int64_t tokens);
+
 /* Makes the call's inputs (on the host, by moer_tensor_new) and fills them. optional = 0 leaves the optional inputs
  * out. Free with call_free(). Outputs stay NULL. */
 enum moer_status draw_inputs(struct call *call, enum moer_operation operation, struct dims dims, DLDataType dtype,

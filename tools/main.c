@@ -6,15 +6,47 @@
 #include <getopt.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include "call.h"
+#include <unistd.h>
 
 static const struct subcommand {
     const char *name;
     int (*main)(int argc, char **argv);
     const char *help;
 } subcommands[] = {
+    {"bench", bench_main,
+     "Usage: moerouter bench [OPERATION] [OPTION]...\n"
+     "\n"
+     "Times an operation, or all of them, beside a plain copy of hidden_states (the floor) and the two matrix "
+     "products\n"
+     "alone (gemms). A case is held to a loop in double precision before it is timed. Sizes that are not given are\n"
+     "those of the public benchmark suite.\n"
+     "\n"
+     "  --device DEVICE      cpu or cuda:N (cpu)\n"
+     "  --tokens N[,N]...    numbers of tokens, a case each\n"
+     "  --hidden H           hidden size\n"
+     "  --experts E          number of experts\n"
+     "  --top-k K            experts chosen for each token, at most E\n"
+     "  --repeats R          times are medians of so many, at least 9 (9)\n"
+     "  --json FILE          write the results as JSON\n"
+     "  --plot FILE          write a plot of the results as SVG\n"
+     "\n"
+     "OPERATION is softmax_topk_backward or sigmoid_topk_backward. The exit status is 1 where a case is wrong, 2 "
+     "where\n"
+     "something else is.\n"},
+    {"check", check_main,
+     "Usage: moerouter check [OPERATION] [OPTION]...\n"
+     "\n"
+     "Holds an operation, or all of them, to a loop in double precision: every workload of the public benchmark "
+     "suite,\n"
+     "and cases made to break it. Prints a row for each, with the errors that come closest to their bounds.\n"
+     "\n"
+     "  --device DEVICE    cpu or cuda:N (cpu)\n"
+     "  --quick            leave out the suite's workloads of more than 2048 tokens\n"
+     "\n"
+     "OPERATION is softmax_topk_backward or sigmoid_topk_backward. The exit status is 1 where a case fails, 2 where\n"
+     "something else is wrong.\n"},
     {"info", info_main,
      "Usage: moerouter info\n"
      "\n"
@@ -56,6 +88,8 @@ static const char usage[] = "Usage: moerouter SUBCOMMAND [ARGUMENT]...\n"
                             "\n"
                             "Backward passes of Mixture-of-Experts routers, from the command line.\n"
                             "\n"
+                            "  bench   time operations beside a copy and the products alone\n"
+                            "  check   hold operations on a device to a loop in double precision\n"
                             "  info    the version and the backends that can be used here\n"
                             "  make    draw the inputs of an operation into a file\n"
                             "  run     run an operation on a file, write or check the result\n"
@@ -76,6 +110,18 @@ int complain(const char *format, ...) {
             *c = '?';
     fprintf(stderr, "%s: %s\n", speaker, message);
     return EXIT_TROUBLE;
+}
+
+void progress(const char *format, ...) {
+    char line[79] = "";
+    if (format) {
+        va_list values;
+        va_start(values, format);
+        vsnprintf(line, sizeof line, format, values);
+        va_end(values);
+    }
+    if (isatty(STDERR_FILENO))
+        fprintf(stderr, "\r%78s\r%s", "", line);
 }
 
 const char *library_error(enum moer_status status) {
@@ -112,6 +158,10 @@ int parse_arguments(int argc, char **argv, struct command_option *options, size_
         option->value = optarg ? optarg : "";
     }
     for (size_t i = 0; i < count; i++) {
+        if (optind == argc && names[i][0] == '[') {
+            arguments[i] = NULL;
+            continue;
+        }
         if (optind == argc) {
             complain("%s is missing", names[i]);
             return refuse_arguments();
@@ -137,6 +187,52 @@ int read_operation(const char *name, enum moer_operation *operation) {
 int read_dtype(const struct command_option *option, const char *usual, DLDataType *dtype) {
     if (!dtype_parse(option->value ? option->value : usual, dtype) || dtype->code == kDLInt || dtype->bits > 32)
         return complain("--%s '%s' must be bfloat16, float16 or float32", option->name, option->value);
+    return 0;
+}
+
+int read_device(const char *name, DLDevice *device) {
+    char *end;
+    *device = (DLDevice){kDLCPU, 0};
+    if (strcmp(name, "cpu") == 0)
+        return 0;
+    if (strncmp(name, "cuda:", 5) == 0 && name[5] >= '0' && name[5] <= '9') {
+        const unsigned long number = strtoul(name + 5, &end, 10);
+        *device = (DLDevice){kDLCUDA, (int)number};
+        if (*end == '\0' && number <= INT32_MAX)
+            return 0;
+    }
+    return complain("--device '%s' must be cpu or cuda:N", name);
+}
+
+int read_number(const struct command_option *option, uint64_t min, uint64_t max, uint64_t *value) {
+    if (!option->value)
+        return 0;
+    errno = 0;
+    char *end;
+    const unsigned long long number = strtoull(option->value, &end, 10);
+    /* strtoull() would take signs and spaces too. */
+    if (option->value[0] < '0' || option->value[0] > '9' || *end != '\0' || errno != 0 || number < min || number > max)
+        return complain("--%s '%s' must be a number from %llu to %llu", option->name, option->value,
+                        (unsigned long long)min, (unsigned long long)max);
+    *value = number;
+    return 0;
+}
+
+int read_size(const struct command_option *option, int64_t min, int64_t max, int64_t *size) {
+    uint64_t value = (uint64_t)*size;
+    const int result = read_number(option, (uint64_t)min, (uint64_t)max, &value);
+    *size = (int64_t)value;
+    return result;
+}
+
+int read_dims(const struct command_option options[3], int64_t min, struct dims *dims) {
+    if (read_size(&options[0], min, INT64_MAX, &dims->hidden) != 0 ||
+        read_size(&options[1], min, INT32_MAX - 1, &dims->experts) != 0 ||
+        read_size(&options[2], min, INT32_MAX - 1, &dims->top_k) != 0)
+        return EXIT_TROUBLE;
+    if (dims->top_k > dims->experts)
+        return complain("--top-k is %lld, but there are only %lld experts", (long long)dims->top_k,
+                        (long long)dims->experts);
     return 0;
 }
 
@@ -177,6 +273,7 @@ static int run_command(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* rows can be read as they come, in a pipe too */
     const int status = run_command(argc, argv);
     if (fflush(stdout) != 0 || ferror(stdout))
         return complain("cannot write to standard output: %s", strerror(errno));

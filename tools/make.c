@@ -2,51 +2,10 @@
 /* moerouter make: draws a case and writes it to a file. */
 #include "command.h"
 
-#include <errno.h>
-#include <stdlib.h>
-#include <string.h>
-
 #include "draw.h"
 #include "safetensors.h"
 
 enum { TOKENS, HIDDEN, EXPERTS, TOP_K, SEED, DTYPE, OUTPUT, OPTIONS };
-
-/* A whole number from 0 to max in decimal digits; an option that is not given leaves *value as it is. */
-static int read_number(const struct command_option *option, uint64_t max, uint64_t *value) {
-    if (!option->value)
-        return 0;
-    errno = 0;
-    char *end;
-    const unsigned long long number = strtoull(option->value, &end, 10);
-    /* strtoull() would take signs and spaces too. */
-    if (option->value[0] < '0' || option->value[0] > '9' || *end != '\0' || errno != 0 || number > max)
-        return complain("--%s '%s' must be a number from 0 to %llu", option->name, option->value,
-                        (unsigned long long)max);
-    *value = number;
-    return 0;
-}
-
-static int read_size(const struct command_option *option, uint64_t max, int64_t *size) {
-    uint64_t value = (uint64_t)*size;
-    const int result = read_number(option, max, &value);
-    *size = (int64_t)value;
-    return result;
-}
-
-static int read_sizes(const struct command_option *options, struct dims *dims) {
-    if (!options[TOKENS].value)
-        return complain("--tokens is missing");
-    const int wrong = read_size(&options[TOKENS], INT64_MAX, &dims->tokens) != 0 ||
-                      read_size(&options[HIDDEN], INT64_MAX, &dims->hidden) != 0 ||
-                      read_size(&options[EXPERTS], INT32_MAX - 1, &dims->experts) != 0 ||
-                      read_size(&options[TOP_K], INT32_MAX - 1, &dims->top_k) != 0;
-    if (wrong)
-        return EXIT_TROUBLE;
-    if (dims->top_k > dims->experts)
-        return complain("--top-k is %lld, but there are only %lld experts", (long long)dims->top_k,
-                        (long long)dims->experts);
-    return 0;
-}
 
 /* The inputs, and the scaling factor where the operation has one, which in a file is a tensor. */
 static int write_case(const char *path, struct call *call, DLDataType dtype) {
@@ -83,10 +42,12 @@ int make_main(int argc, char **argv) {
     DLDataType dtype;
     uint64_t seed = 0;
     if (read_operation(name, &operation) != 0 || read_dtype(&options[DTYPE], "bfloat16", &dtype) != 0 ||
-        read_number(&options[SEED], UINT64_MAX, &seed) != 0)
+        read_number(&options[SEED], 0, UINT64_MAX, &seed) != 0)
         return EXIT_TROUBLE;
     struct dims dims = draw_suite_dims(operation);
-    if (read_sizes(options, &dims) != 0)
+    if (!options[TOKENS].value)
+        return complain("--tokens is missing");
+    if (read_size(&options[TOKENS], 0, INT64_MAX, &dims.tokens) != 0 || read_dims(&options[HIDDEN], 0, &dims) != 0)
         return EXIT_TROUBLE;
     if (!options[OUTPUT].value)
         return complain("-o FILE is missing");

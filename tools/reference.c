@@ -5,6 +5,7 @@
 #include "reference.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -216,6 +217,7 @@ struct check {
     struct reference_report *report;
     const DLTensor *output, *expected;
     double u, c, h, atol;
+    int exact;
     int64_t matched;
 };
 
@@ -232,6 +234,7 @@ static struct check check_of(const struct call *call, const struct reference_opt
     struct dims dims = call_dims(call);
     int64_t terms = index == 0 ? dims.experts : dims.tokens;
     check.expected = options->expected[index];
+    check.exact = options->exact;
     DLDataType dtype = check.output->dtype;
     int half = dtype.code == kDLFloat && dtype.bits == 16;
     check.atol = options->suite_atol == 0.0 ? 1e-5 : options->suite_atol;
@@ -279,7 +282,7 @@ static void compare_logits(struct check *check, DLDataType T, int64_t n, const d
         double expected = check->expected ? get_element(check->expected, n, e, 0) : G[e];
         double bound = value > G[e] ? high[e] - G[e] : G[e] - low[e];
         /* A float32 tensor holds the values of T too. */
-        record(check, n, e, value, expected, round_to(T, value) == value ? bound : 0.0);
+        record(check, n, e, value, expected, round_to(T, value) == value && !check->exact ? bound : 0.0);
     }
 }
 
@@ -289,6 +292,10 @@ static void compare_product(struct check *check, int64_t i, struct sums sums, in
         double expected = check->expected ? get_element(check->expected, i, j, 0) : sums.product[row + j] + before;
         double bound = 1.01 * sums.spread[row + j] + check->u * fabs(expected) +
                        check->c * (sums.magnitude[row + j] + fabs(before)) + check->h;
+        if (check->exact) {
+            expected = round_to(check->output->dtype, expected);
+            bound = 0.0;
+        }
         record(check, i, j, get_element(check->output, i, j, 0), expected, bound);
     }
 }
@@ -338,6 +345,20 @@ int reference_compare(const struct call *call, const struct reference_options *o
         broken += report[i].broken;
     free(work.memory);
     return broken != 0;
+}
+
+void reference_describe(const struct reference_report *report, char *text, size_t size) {
+    char broken[64] = "";
+    if (report->worst == 0.0) {
+        snprintf(text, size, "%lld elements, all exact", (long long)report->elements);
+        return;
+    }
+    if (report->broken > 0)
+        snprintf(broken, sizeof broken, "%lld of %lld elements out of bounds, ", (long long)report->broken,
+                 (long long)report->elements);
+    snprintf(text, size, "%s%.3g of the bound (1 is allowed) at worst: [%lld, %lld] is %.9g, expected %.9g, bound %.3g",
+             broken, report->worst, (long long)report->row, (long long)report->column, report->value, report->expected,
+             report->bound);
 }
 
 void reference_logits_row(const struct call *call, int64_t n, double *row) {

@@ -15,6 +15,7 @@
 
 struct reference_options {
     int gpu;                    /* the bound c of a GPU instead of a CPU's */
+    int exact;                  /* all sums are exact in float32: the bounds are 0 */
     const DLTensor *old_weight; /* accumulate: what the weight gradient's tensor held before the call */
     /* Results to compare with instead of the loop's own (float32, unrounded; NULL: the loop's), in the order of the
      * outputs: grad_hidden_states, weight gradient, grad_logits. */
@@ -38,6 +39,9 @@ struct reference_report {
  * output must be NaN (or the same infinity). */
 int reference_compare(const struct call *call, const struct reference_options *options,
                       struct reference_report report[CALL_OUTPUTS]);
+
+/* A report in words: "512 elements, all exact", or how far off the worst is, where, and its value. */
+void reference_describe(const struct reference_report *report, char *text, size_t size);
 
 /* G of token n as the loop has it, rounded to T: row[E]. */
 void reference_logits_row(const struct call *call, int64_t n, double *row);

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "device.h"
 #include "draw.h"
 #include "reference.h"
 #include "safetensors.h"
@@ -18,7 +19,7 @@
 struct run {
     struct safetensors file;
     struct call host;   /* inputs belong to the file, outputs and invalid_ids to the call */
-    struct call device; /* copies of all of them, where the device is not the host */
+    struct call placed; /* the same on the device */
     const DLTensor *expected[CALL_OUTPUTS];
     int has_expected;
 };
@@ -67,7 +68,6 @@ static int take_scaling_factor(struct run *run) {
     const double factor = get_element(tensor, 0, 0, 0);
     /* To the library 0 means 1; what is smaller than every float32 is its 0. */
     run->host.args.sigmoid.routed_scaling_factor = factor == 0 ? copysign(DBL_MIN, factor) : factor;
-    run->device.args.sigmoid.routed_scaling_factor = run->host.args.sigmoid.routed_scaling_factor;
     return 0;
 }
 
@@ -128,7 +128,7 @@ static int read_file(struct run *run, const char *path) {
 
 /* ---- The call --------------------------------------------------------------------------------------------------- */
 
-/* Outputs and invalid_ids on the host, and where the device is another, copies of everything there. */
+/* Outputs and invalid_ids on the host, and the call on the device. */
 static enum moer_status add_tensors(struct run *run, DLDevice device, DLDataType output_dtype) {
     int64_t one = 1;
     DLTensor *invalid_ids;
@@ -139,31 +139,7 @@ static enum moer_status add_tensors(struct run *run, DLDevice device, DLDataType
         set_element(invalid_ids, 0, 0, 0, 0);
         status = draw_outputs(&run->host, output_dtype);
     }
-    if (device.device_type == kDLCPU)
-        return status;
-    size_t count;
-    const struct moer_operand *operands = moer_operands(run->host.operation, &count);
-    for (size_t i = 0; i < count && status == MOER_OK; i++) {
-        const DLTensor *from = *call_field(&run->host, &operands[i]);
-        DLTensor *to;
-        if (!from)
-            continue;
-        status = moer_tensor_new(&to, device, from->dtype, from->ndim, from->shape);
-        *call_field(&run->device, &operands[i]) = to;
-        if (status == MOER_OK && operands[i].kind != MOER_DTYPE_OUTPUT)
-            status = moer_tensor_copy(to, from);
-    }
-    return status;
-}
-
-static enum moer_status fetch_outputs(struct run *run) {
-    enum moer_status status = MOER_OK;
-    size_t count;
-    const struct moer_operand *operands = moer_operands(run->host.operation, &count);
-    for (size_t i = 0; i < count && status == MOER_OK; i++)
-        if (operands[i].kind == MOER_DTYPE_OUTPUT)
-            status = moer_tensor_copy(*call_field(&run->host, &operands[i]), *call_field(&run->device, &operands[i]));
-    return status;
+    return status == MOER_OK ? device_place(&run->host, device, &run->placed) : status;
 }
 
 static double now_ms(void) {
@@ -204,20 +180,18 @@ static void print_summary(struct run *run, const char *device, const char *kerne
 }
 
 static int execute(struct run *run, const char *device_name, DLDevice device, DLDataType output_dtype) {
-    const int on_host = device.device_type == kDLCPU;
-    const struct call *call = on_host ? &run->host : &run->device;
     char kernel[512];
     enum moer_status status = add_tensors(run, device, output_dtype);
     if (status == MOER_OK)
-        status = call_explain(call, kernel, sizeof kernel);
+        status = call_explain(&run->placed, kernel, sizeof kernel);
     const double start = now_ms();
     if (status == MOER_OK)
-        status = call_run(call);
-    if (status == MOER_OK && !on_host) /* the call is asynchronous: this copy waits for it */
-        status = moer_tensor_copy(run->host.args.common.invalid_ids, run->device.args.common.invalid_ids);
+        status = call_run(&run->placed);
+    if (status == MOER_OK) /* the call is asynchronous: this waits for it */
+        status = device_fetch(&run->host, &run->placed, MOER_DTYPE_COUNT);
     const double ms = now_ms() - start;
-    if (status == MOER_OK && !on_host)
-        status = fetch_outputs(run);
+    if (status == MOER_OK)
+        status = device_fetch(&run->host, &run->placed, MOER_DTYPE_OUTPUT);
     if (status != MOER_OK)
         return complain("%s on %s: %s", run->file.path, device_name, library_error(status));
     print_summary(run, device_name, kernel, ms);
@@ -244,6 +218,7 @@ static int write_outputs(struct run *run, const char *path) {
 static int compare(const struct run *run, const DLTensor *const *expected, int gpu) {
     struct reference_options options = {.gpu = gpu};
     struct reference_report report[CALL_OUTPUTS];
+    char text[256];
     for (int i = 0; i < CALL_OUTPUTS && expected; i++)
         options.expected[i] = expected[i];
     const int result = reference_compare(&run->host, &options, report);
@@ -253,44 +228,23 @@ static int compare(const struct run *run, const DLTensor *const *expected, int g
         const struct reference_report *of = &report[i];
         printf("%s  %s, by %s: ", of->broken ? "BROKEN" : "ok    ", of->name,
                options.expected[i] ? "the file" : "the loop");
-        if (of->worst == 0) {
-            printf("%lld elements, all exact\n", (long long)of->elements);
-            continue;
-        }
-        if (of->broken > 0)
-            printf("%lld of %lld elements out of bounds, ", (long long)of->broken, (long long)of->elements);
-        printf("%.3g of the bound at worst: [%lld, %lld] is %.9g, expected %.9g, bound %.3g\n", of->worst,
-               (long long)of->row, (long long)of->column, of->value, of->expected, of->bound);
+        reference_describe(of, text, sizeof text);
+        puts(text);
     }
     return result;
 }
 
 static void release(struct run *run) {
     size_t count;
+    device_release(&run->host, &run->placed);
     const struct moer_operand *operands = moer_operands(run->host.operation, &count);
     for (size_t i = 0; i < count; i++)
         if (!is_input(&operands[i]))
             moer_tensor_free((DLTensor *)*call_field(&run->host, &operands[i]));
-    call_free(&run->device);
     safetensors_close(&run->file);
 }
 
 enum { DEVICE, OUTPUT_DTYPE, CHECK, OUTPUT, OPTIONS };
-
-/* "cpu" or "cuda:N". */
-static int read_device(const char *name, DLDevice *device) {
-    char *end;
-    *device = (DLDevice){kDLCPU, 0};
-    if (strcmp(name, "cpu") == 0)
-        return 0;
-    if (strncmp(name, "cuda:", 5) == 0 && name[5] >= '0' && name[5] <= '9') {
-        const unsigned long number = strtoul(name + 5, &end, 10);
-        *device = (DLDevice){kDLCUDA, (int)number};
-        if (*end == '\0' && number <= INT32_MAX)
-            return 0;
-    }
-    return complain("--device '%s' must be cpu or cuda:N", name);
-}
 
 static int read_output_dtype(const struct command_option *option, DLDataType own, DLDataType *dtype) {
     if (read_dtype(option, dtype_name(own), dtype) != 0)
@@ -331,7 +285,7 @@ int run_main(int argc, char **argv) {
         return EXIT_TROUBLE;
     struct run run = {0};
     call_init(&run.host, operation);
-    call_init(&run.device, operation);
+    call_init(&run.placed, operation);
     const int status = run_file(&run, arguments[1], options);
     release(&run);
     return status;

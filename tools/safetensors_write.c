@@ -87,8 +87,9 @@ static int write_contents(int fd, const char *header, const DLTensor *const *ten
     return failed ? -1 : 0;
 }
 
-/* A new file beside target, with the permissions that open() would have given it; its name goes to *temporary. */
-static int open_beside(const char *target, char **temporary) {
+/* A new file beside target, with the permissions of the one it replaces, or those that open() would have given it; its
+ * name goes to *temporary. */
+static int open_beside(const char *target, const struct stat *replaced, char **temporary) {
     static const char pattern[] = ".moerouter.XXXXXX";
     const char *slash = strrchr(target, '/');
     const size_t folder = slash ? (size_t)(slash - target) + 1 : 0;
@@ -105,7 +106,7 @@ static int open_beside(const char *target, char **temporary) {
     }
     const mode_t mask = umask(0);
     umask(mask);
-    fchmod(fd, 0666 & ~mask);
+    fchmod(fd, replaced ? replaced->st_mode & 07777 : 0666 & ~mask);
     return fd;
 }
 
@@ -118,8 +119,9 @@ int safetensors_write(const char *path, const char *operation, const char *const
     char *real = realpath(path, NULL), *temporary = NULL;
     const char *target = real ? real : path;
     struct stat status;
-    const int in_place = stat(target, &status) == 0 && !S_ISREG(status.st_mode);
-    const int fd = in_place ? open(target, O_WRONLY | O_CLOEXEC) : open_beside(target, &temporary);
+    const int exists = stat(target, &status) == 0, in_place = exists && !S_ISREG(status.st_mode);
+    const int fd =
+        in_place ? open(target, O_WRONLY | O_CLOEXEC) : open_beside(target, exists ? &status : NULL, &temporary);
     int failed = fd < 0 || write_contents(fd, header, tensors, count) != 0;
     if (fd >= 0 && close(fd) != 0)
         failed = 1;

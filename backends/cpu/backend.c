@@ -36,16 +36,21 @@ static const struct {
 enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };
 
 static struct settings settings;
-static char kernel_names[64];
+static char kernel_names[64]; /* what this machine can run: "portable, avx2" */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-static void read_settings(void) {
-    const char *wanted = getenv("MOER_CPU_ISA"), *products = getenv("MOER_CPU_PRODUCTS"),
-               *deterministic = getenv("MOER_DETERMINISTIC");
+/* An environment variable; NULL where it is unset or empty. */
+static const char *variable(const char *name) {
+    const char *value = getenv(name);
+    return value && *value ? value : NULL;
+}
+
+static void refuse(const char *name, const char *value, const char *choices) {
+    snprintf(settings.error, sizeof settings.error, "%s is %s but must be one of %s", name, value, choices);
+}
+
+static void choose_kernels(const char *wanted) {
     size_t length = 0;
-    if (wanted && !*wanted)
-        wanted = NULL;
-    settings.kernels_name = wanted;
     for (int i = 0; i < INSTRUCTION_SETS; i++)
         if (instruction_sets[i].supported()) {
             length += (size_t)snprintf(kernel_names + length, sizeof kernel_names - length, "%s%s", i ? ", " : "",
@@ -55,23 +60,27 @@ static void read_settings(void) {
                 settings.kernels_name = instruction_sets[i].name;
             }
         }
-    if (!products || !*products)
-        settings.products = PRODUCTS_DEFAULT;
-    else if (!strcmp(products, "own"))
+    if (!settings.kernels)
+        refuse("MOER_CPU_ISA", wanted, kernel_names);
+}
+
+static void read_settings(void) {
+    const char *products = variable("MOER_CPU_PRODUCTS"), *deterministic = variable("MOER_DETERMINISTIC");
+    choose_kernels(variable("MOER_CPU_ISA"));
+    if (products && !strcmp(products, "own"))
         settings.products = PRODUCTS_OWN;
-    else
-        settings.products = strcmp(products, "openblas") ? PRODUCTS_UNKNOWN : PRODUCTS_OPENBLAS;
+    else if (products && !strcmp(products, "openblas"))
+        settings.products = PRODUCTS_OPENBLAS;
+    else if (products)
+        refuse("MOER_CPU_PRODUCTS", products, "openblas, own");
     settings.deterministic = deterministic && !strcmp(deterministic, "1");
+    if (deterministic && !settings.deterministic && strcmp(deterministic, "0"))
+        refuse("MOER_DETERMINISTIC", deterministic, "0, 1");
 }
 
 const struct settings *moer_cpu_settings(void) {
     pthread_once(&once, read_settings);
     return &settings;
-}
-
-const char *moer_cpu_kernel_names(void) {
-    pthread_once(&once, read_settings);
-    return kernel_names;
 }
 
 struct rows moer_cpu_rows(const DLTensor *tensor) {
@@ -96,6 +105,7 @@ static const char *unavailable(void) {
 }
 
 static void info(char *text, size_t size) {
+    const struct settings *current = moer_cpu_settings();
     char blas[512];
     moer_blas_info(blas, sizeof blas);
     snprintf(text, size,
@@ -103,9 +113,7 @@ static void info(char *text, size_t size) {
              "kernels: %s\n"
              "threads: %d (OpenMP)\n"
              "BLAS: %s\n",
-             moer_cpu_kernel_names(),
-             moer_cpu_settings()->kernels ? moer_cpu_settings()->kernels_name : "none, see MOER_CPU_ISA",
-             omp_get_max_threads(), blas);
+             kernel_names, current->error[0] ? current->error : current->kernels_name, omp_get_max_threads(), blas);
 }
 
 static enum moer_status allocate(DLDevice device, size_t bytes, void **data, struct moer_message *message) {

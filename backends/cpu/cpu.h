@@ -94,13 +94,12 @@ enum moer_status moer_cpu_explain(const struct problem *problem, struct moer_mes
 
 /* backend.c. What the environment says, read once. */
 struct settings {
-    const struct slice_kernels *kernels; /* NULL: MOER_CPU_ISA names none that this machine has */
+    const struct slice_kernels *kernels;
     const char *kernels_name;
-    enum { PRODUCTS_DEFAULT, PRODUCTS_OWN, PRODUCTS_OPENBLAS, PRODUCTS_UNKNOWN } products;
+    enum { PRODUCTS_DEFAULT, PRODUCTS_OWN, PRODUCTS_OPENBLAS } products;
     int deterministic;
+    char error[256]; /* not empty: a variable says what it cannot say; calls are refused with this */
 };
 const struct settings *moer_cpu_settings(void);
-/* The instruction sets this machine has kernels for: "portable, avx2". */
-const char *moer_cpu_kernel_names(void);
 
 #endif

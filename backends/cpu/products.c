@@ -247,12 +247,8 @@ static enum moer_status check_ids(const struct problem *problem, struct moer_mes
 
 static enum moer_status check_problem(const struct problem *problem, struct moer_message *message) {
     const struct settings *settings = moer_cpu_settings();
-    if (!settings->kernels)
-        return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_ISA is %s, which is none of %s", settings->kernels_name,
-                         moer_cpu_kernel_names());
-    if (settings->products == PRODUCTS_UNKNOWN)
-        return moer_fail(message, MOER_UNSUPPORTED, "MOER_CPU_PRODUCTS is %s but must be openblas or own",
-                         getenv("MOER_CPU_PRODUCTS"));
+    if (settings->error[0])
+        return moer_fail(message, MOER_UNSUPPORTED, "%s", settings->error);
     if (problem->experts > MOST_EXPERTS || problem->top_k > MOST_TOP_K)
         return moer_fail(message, MOER_UNSUPPORTED,
                          "%lld experts of which %lld are chosen; at most %d and %d are supported",

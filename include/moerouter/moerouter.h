@@ -80,7 +80,8 @@ MOER_API const char *moer_last_error(void);
  *                 the stream, and can be captured into a graph. CPU: ignored.
  * workspace       scratch memory on the tensors' device, aligned to 256 bytes, of at least the size that
  *                 moer_<operation>_workspace_size() reports; its contents are arbitrary before the call and undefined
- *                 after it. A call that is given one allocates nothing. NULL: the call takes and frees its own, on the
+ *                 after it. A call that is given one allocates nothing (OpenMP's runtime may, in a process's first).
+ *                 NULL: the call takes and frees its own, on the
  *                 CPU at most 64 MiB + 4*E*H bytes.
  * invalid_ids     [1] int32 on the tensors' device, optional: has the number of invalid ids added to it.
  */
@@ -128,7 +129,8 @@ MOER_API enum moer_status moer_softmax_topk_backward(const struct moer_softmax_t
  *     s = sigmoid(hidden_states . weight^T);  the selection has no gradient;  w = s[selected] / z
  *     topk_weights of the model = w * f,  f = routed_scaling_factor,  z = sum(s[selected]) + 1e-20
  *
- * The models do this in T, and so does the gradient, bit for bit. R rounds to T, to nearest even:
+ * Every step is rounded to T, as in the model's reference implementation, and in the order given here: G has exactly
+ * these bits. R rounds to T, to nearest even:
  *
  *     a[k] = R(g[k] * f)
  *     c    = R(sum_k R(a[k] * w[k]))                      summed in float32, in ascending k

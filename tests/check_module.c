@@ -148,6 +148,17 @@ START_TEST(what_is_no_module_is_refused) {
 }
 END_TEST
 
+#ifdef REAL_MODULE
+/* The CUDA module that was built: it loads on any machine, and without a driver or a device it says so. */
+START_TEST(real_module_is_polite) {
+    setenv("MOER_BACKEND_PATH", REAL_MODULE, 1);
+    const char *reason = moer_backend_unavailable(1);
+    ck_assert_msg(!reason || !strstr(reason, "module"), "%s", reason);
+    printf("cuda: %s\n", reason ? reason : "available");
+}
+END_TEST
+#endif
+
 int main(void) {
     if (access(MODULE_FOLDER "/cuda.so", R_OK)) {
         puts("SKIP: no shared objects were built");
@@ -165,6 +176,9 @@ int main(void) {
     tcase_add_loop_test(tests, misfits_are_refused, 0, sizeof misfits / sizeof *misfits);
     tcase_add_test(tests, no_module_is_said);
     tcase_add_test(tests, what_is_no_module_is_refused);
+#ifdef REAL_MODULE
+    tcase_add_test(tests, real_module_is_polite);
+#endif
     suite_add_tcase(suite, tests);
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);

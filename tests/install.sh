@@ -55,6 +55,12 @@ check 'soname' sh -c "readelf -d '$libdir/libmoerouter.so' | grep -q 'SONAME.*\[
 check 'no CUDA library is needed' sh -c "! readelf -d '$libdir/libmoerouter.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
 check 'a backend has no undefined name of the library' sh -c "! nm -u '$build'/.libs/libcpu.a | grep ' moer_' |
     grep -vE ' moer_(cpu|slice|blas)_'"
+if [ -f "$libdir/moerouter/cuda.so" ]; then
+    check 'the CUDA module exports its entry alone' \
+        sh -c "[ \"\$(nm -D --defined-only '$libdir/moerouter/cuda.so' | cut -d ' ' -f 3)\" = moer_backend_entry ]"
+    check 'the CUDA module needs no CUDA library' \
+        sh -c "! readelf -d '$libdir/moerouter/cuda.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
+fi
 check 'the header compiles as C++' sh -c \
     "echo '#include <moerouter/moerouter.h>' | ${CC:-gcc} -x c++ -fsyntax-only -Wall -Werror $(flags --cflags) -"
 check 'make uninstall' make -s -C "$build" uninstall DESTDIR="$root"

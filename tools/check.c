@@ -12,7 +12,7 @@
 struct tally {
     DLDevice device;
     const char *device_name;
-    long passed, failed;
+    long passed, failed, unsupported;
 };
 
 /* The least share of an output's elements that the public suite wants within its tolerance. */
@@ -41,10 +41,14 @@ static double least_share(const struct reference_report report[CALL_OUTPUTS]) {
     return share;
 }
 
-static void print_row(const struct check_case *one, const struct reference_report report[CALL_OUTPUTS], int passed) {
+static void print_case(const struct check_case *one) {
     printf("%-21s  %-15s  %-8s  %-8s  %5lld %5lld %4lld %4lld", moer_operation_name(one->operation), one->name,
            dtype_name(one->dtype), dtype_name(one->output_dtype), (long long)one->dims.tokens,
            (long long)one->dims.hidden, (long long)one->dims.experts, (long long)one->dims.top_k);
+}
+
+static void print_row(const struct check_case *one, const struct reference_report report[CALL_OUTPUTS], int passed) {
+    print_case(one);
     for (int i = 0; i < CALL_OUTPUTS; i++)
         print_worst(&report[i]);
     printf("  %6.2f%%  %s\n", 100 * least_share(report), passed ? "pass" : "FAIL");
@@ -87,6 +91,14 @@ static int judge(struct tally *tally, const struct check_case *one, const struct
     return 0;
 }
 
+/* A case that the device's backend says it cannot do. */
+static void skip(struct tally *tally, const struct check_case *one) {
+    progress(NULL);
+    print_case(one);
+    printf("  not supported: %s\n", library_error(MOER_UNSUPPORTED));
+    tally->unsupported++;
+}
+
 static int check_one(const struct check_case *one, void *context) {
     struct tally *tally = context;
     struct call host, placed;
@@ -99,10 +111,14 @@ static int check_one(const struct check_case *one, void *context) {
         status = call_run(&placed);
     if (status == MOER_OK)
         status = device_fetch(&host, &placed, MOER_DTYPE_OUTPUT);
-    const int result =
-        status == MOER_OK ? judge(tally, one, &host)
-                          : complain("%s on %s: %s, N = %lld: %s", moer_operation_name(one->operation),
-                                     tally->device_name, one->name, (long long)one->dims.tokens, library_error(status));
+    int result = 0;
+    if (status == MOER_OK)
+        result = judge(tally, one, &host);
+    else if (status == MOER_UNSUPPORTED)
+        skip(tally, one);
+    else
+        result = complain("%s on %s: %s, N = %lld: %s", moer_operation_name(one->operation), tally->device_name,
+                          one->name, (long long)one->dims.tokens, library_error(status));
     device_release(&host, &placed);
     call_free(&host);
     return result;
@@ -127,6 +143,11 @@ int check_main(int argc, char **argv) {
         if (!name || operation == (int)only)
             result = check_cases((enum moer_operation)operation, options[QUICK].value != NULL, check_one, &tally);
     progress(NULL);
-    printf("%ld passed, %ld failed\n", tally.passed, tally.failed);
+    printf("%ld passed, %ld failed", tally.passed, tally.failed);
+    if (tally.unsupported > 0)
+        printf(", %ld skipped", tally.unsupported);
+    putchar('\n');
+    if (result == 0 && tally.passed + tally.failed == 0)
+        return complain("nothing could be checked");
     return result == 0 && tally.failed > 0 ? EXIT_BROKEN : result;
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend's entry: devices, contexts, workspaces, and the order of the launches.
  *
- * A call leaves no trace: whatever context the caller had is put back, nothing synchronises, and what it allocates comes
- * from a pool of the backend's own, in the order of the caller's stream. Nothing here links to the driver's library, so that
- * the module loads on a machine without one and can say so. */
+ * A call leaves no trace: whatever context the caller had is put back, nothing synchronises, and what it allocates
+ * comes from a pool of the backend's own, in the order of the caller's stream. Nothing here links to the driver's
+ * library, so that the module loads on a machine without one and can say so. */
 #include "common.cuh"
 
 #include <cuda.h>
@@ -115,8 +115,8 @@ problem common_problem(const Args &args, const DLTensor *weight, const DLTensor 
 }
 
 problem make_problem(const moer_softmax_topk_backward_args &args) {
-    problem result = common_problem(args, args.gate_weight, args.grad_gate_weight, args.selected_experts,
-                                    args.grad_routing_weights);
+    problem result =
+        common_problem(args, args.gate_weight, args.grad_gate_weight, args.selected_experts, args.grad_routing_weights);
     result.operation = MOER_SOFTMAX_TOPK_BACKWARD;
     result.probs = rows_of(args.routing_probs);
     result.sum = rows_of(args.routing_weights_sum);
@@ -131,8 +131,7 @@ problem make_problem(const moer_softmax_topk_backward_args &args) {
 }
 
 problem make_problem(const moer_sigmoid_topk_backward_args &args) {
-    problem result =
-        common_problem(args, args.weight, args.grad_weight, args.topk_indices, args.grad_topk_weights);
+    problem result = common_problem(args, args.weight, args.grad_weight, args.topk_indices, args.grad_topk_weights);
     result.operation = MOER_SIGMOID_TOPK_BACKWARD;
     result.scaling = args.routed_scaling_factor == 0 ? 1.0f : static_cast<float>(args.routed_scaling_factor);
     result.scores = rows_of(args.scores);
@@ -146,8 +145,8 @@ struct common_args {
     MOER_COMMON_FIELDS;
 };
 
-/* Tokens of a split of the weight gradient: by their number alone, so that every path adds in the same order. A chain of
- * tensor-core additions stays within 2048 terms. */
+/* Tokens of a split of the weight gradient: by their number alone, so that every path adds in the same order. A chain
+ * of tensor-core additions stays within 2048 terms. */
 int64_t split_tokens(int64_t tokens) {
     return tokens <= 4096 ? 512 : tokens <= 16384 ? 1024 : 2048;
 }
@@ -270,8 +269,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     return status;
 }
 
-enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes,
-                                moer_message *message) {
+enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes, moer_message *message) {
     problem problem{};
     int device = 0;
     return plan(operation, args, &problem, bytes, &device, message);
@@ -284,9 +282,10 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
     if (status)
         return status;
-    return moer_fail(message, MOER_OK, "cuda:%d, generic path: %s products, weight gradient in %lld splits of %lld tokens",
-                     device, problem.weight.type == F32 ? "float32" : "mma.sync",
-                     static_cast<long long>(problem.splits), static_cast<long long>(problem.split_tokens));
+    return moer_fail(message, MOER_OK,
+                     "cuda:%d, generic path: %s products, weight gradient in %lld splits of %lld tokens", device,
+                     problem.weight.type == F32 ? "float32" : "mma.sync", static_cast<long long>(problem.splits),
+                     static_cast<long long>(problem.split_tokens));
 }
 
 void info(char *text, size_t size) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value; logits.cu
- * makes G, products.cu multiplies it, launch order and memory are backend.cu's. */
+/* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value;
+ * logits.cu makes G, products.cu multiplies it, launch order and memory are backend.cu's. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,17 +52,22 @@ cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
 
 /* The launchers hand dtypes to templates. */
-template <typename T> __device__ __forceinline__ float to_float(T value) {
+template <typename T>
+__device__ __forceinline__ float to_float(T value) {
     return static_cast<float>(value);
 }
-template <typename T> __device__ __forceinline__ T from_float(float value);
-template <> __device__ __forceinline__ float from_float<float>(float value) {
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
     return value;
 }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
     return __float2bfloat16_rn(value);
 }
-template <> __device__ __forceinline__ __half from_float<__half>(float value) {
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) {
     return __float2half_rn(value);
 }
 
@@ -85,8 +90,8 @@ __device__ __forceinline__ void store_element(const struct rows &rows, int64_t r
         reinterpret_cast<__half *>(rows.data)[at] = from_float<__half>(value);
 }
 
-/* Programmatic dependent launch, from Hopper on: a kernel lets the next one start beside it, which waits for its results
- * before it touches them. */
+/* Programmatic dependent launch, from Hopper on: a kernel lets the next one start beside it, which waits for its
+ * results before it touches them. */
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     cudaTriggerProgrammaticLaunchCompletion();
@@ -101,8 +106,8 @@ __device__ __forceinline__ void wait_for_last_kernel() {
 
 /* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where the device can do that. */
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared,
-                         cudaStream_t stream, const Arguments &...arguments) {
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
+                         const Arguments &...arguments) {
     int device = 0, major = 0;
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* G, the gradient of the router's logits: a warp a token, for every architecture and as the first kernel of every path.
  *
- * The formulas are the public header's. A lane keeps four neighbouring experts of every 128 in registers, and every 32nd
- * slot; slots are handed round in ascending k, so that repeated ids add up in one order. Softmax sums in float64 what
- * cancels (the dot product of a row, whose terms are exact in it): a few hundred operations a token, which the loads hide.
- * Sigmoid rounds to T after each step, as the model does; the _rn intrinsics keep the compiler from fusing.
+ * The formulas are the public header's. A lane keeps four neighbouring experts of every 128 in registers, and every
+ * 32nd slot; slots are handed round in ascending k, so that repeated ids add up in one order. Softmax sums in float64
+ * what cancels (the dot product of a row, whose terms are exact in it): a few hundred operations a token, which the
+ * loads hide. Sigmoid rounds to T after each step, as the model does; the _rn intrinsics keep the compiler from fusing.
  *
  * Latency decides: all loads that need no id are issued first, then the gathers of m and p, then the result is stored.
  * Bytes, softmax, a token: 4 E of p, 2 E of d, about 64 a slot of m's gather, 2 E written. */
@@ -44,7 +44,8 @@ __device__ __forceinline__ void load_row(float (&values)[EXPERTS], const rows &r
     }
 }
 
-template <typename V> bool in_groups(const rows &rows, int experts) {
+template <typename V>
+bool in_groups(const rows &rows, int experts) {
     return experts % GROUP == 0 && rows.stride % GROUP == 0 &&
            reinterpret_cast<uintptr_t>(rows.data) % (GROUP * sizeof(V)) == 0;
 }
@@ -111,7 +112,8 @@ __device__ __forceinline__ bool any_live(const slots &slots) {
 }
 
 /* The value of slot k, from the lane that has it. */
-template <typename V> __device__ __forceinline__ V of_slot(const V (&values)[SLOTS_A_LANE], int k) {
+template <typename V>
+__device__ __forceinline__ V of_slot(const V (&values)[SLOTS_A_LANE], int k) {
     return __shfl_sync(ALL_LANES, k < WARP ? values[0] : values[1], k % WARP);
 }
 
@@ -134,9 +136,8 @@ __device__ __forceinline__ void softmax_slots(const problem &problem, int64_t to
         int64_t id = slots.id[i], slot = lane + i * WARP;
         m[i] = q[i] = 0;
         if (id >= 0 && problem.mask.data)
-            m[i] = to_float(reinterpret_cast<const T *>(problem.mask.data)[id * problem.mask_expert +
-                                                                           slot * problem.mask_slot +
-                                                                           token * problem.mask_token]);
+            m[i] = to_float(reinterpret_cast<const T *>(
+                problem.mask.data)[id * problem.mask_expert + slot * problem.mask_slot + token * problem.mask_token]);
         if (id >= 0 && normalized)
             q[i] = p[id];
     }
@@ -193,7 +194,8 @@ __device__ __forceinline__ void softmax_row(const problem &problem, int64_t toke
     store_row(problem, token, lane, result);
 }
 
-template <typename T> __device__ __forceinline__ float rounded(float value) {
+template <typename T>
+__device__ __forceinline__ float rounded(float value) {
     return to_float(from_float<T>(value));
 }
 
@@ -259,7 +261,8 @@ __global__ void __launch_bounds__(WARPS *WARP) logits_kernel(const __grid_consta
         sigmoid_row<T, EXPERTS>(problem, token, lane, vector);
 }
 
-template <typename T, int EXPERTS> void launch_for(const problem &problem, cudaStream_t stream) {
+template <typename T, int EXPERTS>
+void launch_for(const problem &problem, cudaStream_t stream) {
     auto blocks = static_cast<unsigned>((problem.tokens + WARPS - 1) / WARPS);
     if (problem.operation == MOER_SOFTMAX_TOPK_BACKWARD) {
         bool vector = in_groups<float>(problem.probs, problem.experts) &&
@@ -271,7 +274,8 @@ template <typename T, int EXPERTS> void launch_for(const problem &problem, cudaS
     }
 }
 
-template <typename T> void launch(const problem &problem, cudaStream_t stream) {
+template <typename T>
+void launch(const problem &problem, cudaStream_t stream) {
     if (problem.experts <= GROUP_STRIDE)
         launch_for<T, GROUP>(problem, stream);
     else if (problem.experts <= 2 * GROUP_STRIDE)

@@ -2,17 +2,17 @@
 /* Both products of an operation in one launch, for every architecture from sm_80, and the reduction of the second.
  *
  *     grad_hidden_states   tiles of 128 tokens x 128 columns, terms over the experts:  A = G, rows of terms
- *     weight gradient      tiles of 64 experts x 128 columns, terms over a split of the tokens:  A = G^T, whose terms are
- *                          the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
+ *     weight gradient      tiles of 64 experts x 128 columns, terms over a split of the tokens:  A = G^T, whose terms
+ * are the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
  *
- * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of 4
- * warps, 2 x 2 over the tile, takes 32 terms at a time from a ring of STAGES buffers that cp.async fills; chunks of 16
- * bytes are XORed with their row's number so that ldmatrix meets no bank twice. B does not depend on the kernel before, so
- * it is on its way while that one ends. Budget: 64 KB of shared memory and 256 registers a thread, two blocks to a
- * multiprocessor. float32 operands go through the same ring into fused multiply-adds.
+ * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of
+ * 4 warps, 2 x 2 over the tile, takes 32 terms at a time from a ring of STAGES buffers that cp.async fills; chunks of
+ * 16 bytes are XORed with their row's number so that ldmatrix meets no bank twice. B does not depend on the kernel
+ * before, so it is on its way while that one ends. Budget: 64 KB of shared memory and 256 registers a thread, two
+ * blocks to a multiprocessor. float32 operands go through the same ring into fused multiply-adds.
  *
- * Splits depend on the number of tokens alone, and a tile's terms are added in ascending order wherever it lies: the bits
- * of a row of grad_hidden_states depend on that token alone. */
+ * Splits depend on the number of tokens alone, and a tile's terms are added in ascending order wherever it lies: the
+ * bits of a row of grad_hidden_states depend on that token alone. */
 #include "common.cuh"
 #include "ptx.cuh"
 
@@ -30,7 +30,8 @@ struct operand {
 };
 
 /* A block of rows x WIDTH elements in shared memory: where element (row, column) lies. */
-template <typename T, int WIDTH> __device__ __forceinline__ int swizzled(int row, int column) {
+template <typename T, int WIDTH>
+__device__ __forceinline__ int swizzled(int row, int column) {
     constexpr int elements = CHUNK_BYTES / sizeof(T), chunks = WIDTH / elements;
     /* A row shorter than 128 bytes shares its banks with its neighbours. */
     constexpr int rows_a_line = chunks >= 8 ? 1 : 8 / chunks;
@@ -38,9 +39,10 @@ template <typename T, int WIDTH> __device__ __forceinline__ int swizzled(int row
     return row * WIDTH + chunk * elements + column % elements;
 }
 
-/* Loads ROWS x WIDTH blocks of an operand, one after the other down its rows (DOWN) or along them. A thread has the same
- * chunks of every block, so that addresses and limits are worked out once. */
-template <typename T, int ROWS, int WIDTH, bool DOWN> class loader {
+/* Loads ROWS x WIDTH blocks of an operand, one after the other down its rows (DOWN) or along them. A thread has the
+ * same chunks of every block, so that addresses and limits are worked out once. */
+template <typename T, int ROWS, int WIDTH, bool DOWN>
+class loader {
     static constexpr int ELEMENTS = CHUNK_BYTES / sizeof(T), CHUNKS_A_ROW = WIDTH / ELEMENTS;
     static constexpr int COUNT = ROWS * CHUNKS_A_ROW / THREADS, ROW_STEP = THREADS / CHUNKS_A_ROW;
     const T *source;
@@ -84,7 +86,8 @@ template <typename T, int ROWS, int WIDTH, bool DOWN> class loader {
 };
 
 /* The sums of a tile, as the threads have them, and how a step of terms is added: by tensor cores for 16-bit types. */
-template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
+template <typename T, int ROWS, bool TERMS_ARE_ROWS>
+struct tile {
     static constexpr int STEP = 32, WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
     static constexpr int DOWN = WARP_ROWS / 16, ACROSS = WARP_COLUMNS / 8;
     float sums[DOWN][ACROSS][4];
@@ -105,8 +108,8 @@ template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
             for (int i = 0; i < DOWN; i++) {
                 int down = first_row() + 16 * i;
                 if (TERMS_ARE_ROWS)
-                    load_matrices_transposed(
-                        left[i], a + swizzled<T, ROWS>(term + row + matrix / 2 * 8, down + matrix % 2 * 8));
+                    load_matrices_transposed(left[i],
+                                             a + swizzled<T, ROWS>(term + row + matrix / 2 * 8, down + matrix % 2 * 8));
                 else
                     load_matrices(left[i], a + swizzled<T, STEP>(down + row + matrix % 2 * 8, term + matrix / 2 * 8));
             }
@@ -123,7 +126,8 @@ template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
     }
 
     /* Hands pairs of neighbouring sums to visit(row, column, first, second). */
-    template <typename Visit> __device__ __forceinline__ void each(Visit visit) const {
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
         int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int i = 0; i < DOWN; i++)
@@ -137,7 +141,8 @@ template <typename T, int ROWS, bool TERMS_ARE_ROWS> struct tile {
 };
 
 /* float32: a thread has ROWS / 8 rows, 8 apart, and 4 pairs of columns, 32 apart. */
-template <int ROWS, bool TERMS_ARE_ROWS> struct tile<float, ROWS, TERMS_ARE_ROWS> {
+template <int ROWS, bool TERMS_ARE_ROWS>
+struct tile<float, ROWS, TERMS_ARE_ROWS> {
     static constexpr int STEP = 16, DOWN = ROWS / 8, ACROSS = 4;
     float sums[DOWN][ACROSS][2];
 
@@ -162,7 +167,8 @@ template <int ROWS, bool TERMS_ARE_ROWS> struct tile<float, ROWS, TERMS_ARE_ROWS
         }
     }
 
-    template <typename Visit> __device__ __forceinline__ void each(Visit visit) const {
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
 #pragma unroll
         for (int i = 0; i < DOWN; i++)
 #pragma unroll
@@ -171,11 +177,11 @@ template <int ROWS, bool TERMS_ARE_ROWS> struct tile<float, ROWS, TERMS_ARE_ROWS
     }
 };
 
-/* The sums over terms of A's tile times B's: A and B are operands whose first element is the tile's. A is what the kernel
- * before has made, B is an input. */
+/* The sums over terms of A's tile times B's: A and B are operands whose first element is the tile's. A is what the
+ * kernel before has made, B is an input. */
 template <typename T, int ROWS, bool TERMS_ARE_ROWS>
-__device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &result, const operand &a,
-                                              const operand &b, int64_t terms, char *shared) {
+__device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &result, const operand &a, const operand &b,
+                                              int64_t terms, char *shared) {
     constexpr int STEP = tile<T, ROWS, TERMS_ARE_ROWS>::STEP, A = ROWS * STEP, B = STEP * COLUMNS;
     loader<T, TERMS_ARE_ROWS ? STEP : ROWS, TERMS_ARE_ROWS ? ROWS : STEP, TERMS_ARE_ROWS> load_a(a);
     loader<T, STEP, COLUMNS, true> load_b(b);
@@ -208,10 +214,13 @@ __device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &res
     __syncthreads();
 }
 
-template <typename T> constexpr bool is_16_bit = sizeof(T) == 2;
+template <typename T>
+constexpr bool is_16_bit = sizeof(T) == 2;
 enum { HIDDEN_ROWS = 128, WEIGHT_ROWS = 64 };
-template <typename T> constexpr int step_of = is_16_bit<T> ? 32 : 16;
-template <typename T> constexpr size_t shared_bytes = STAGES *(HIDDEN_ROWS + COLUMNS) * step_of<T> * sizeof(T);
+template <typename T>
+constexpr int step_of = is_16_bit<T> ? 32 : 16;
+template <typename T>
+constexpr size_t shared_bytes = STAGES *(HIDDEN_ROWS + COLUMNS) * step_of<T> * sizeof(T);
 
 __device__ bool is_aligned(const rows &rows, int size) {
     return reinterpret_cast<uintptr_t>(rows.data) % CHUNK_BYTES == 0 && rows.stride * size % CHUNK_BYTES == 0;
@@ -314,7 +323,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 /* The weight gradient from its partial sums: added in order, to the old value once, rounded once. A thread has WIDTH
  * neighbours; unless WIDTH is 1, rows are whole numbers of those. */
-template <int WIDTH> __global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ problem problem) {
+template <int WIDTH>
+__global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ problem problem) {
     struct alignas(WIDTH * sizeof(float)) group {
         float value[WIDTH];
     };
@@ -340,18 +350,18 @@ template <int WIDTH> __global__ void __launch_bounds__(THREADS) reduce_kernel(co
     }
 }
 
-template <int WIDTH> cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
+template <int WIDTH>
+cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
     int64_t threads = problem.experts * problem.hidden / WIDTH;
     return launch_early(reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
 }
 
-template <typename T> cudaError_t launch(const problem &problem, cudaStream_t stream) {
+template <typename T>
+cudaError_t launch(const problem &problem, cudaStream_t stream) {
     int64_t across = (problem.hidden + COLUMNS - 1) / COLUMNS;
-    int64_t weight_tiles = problem.grad_weight.data
-                               ? (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS * across * problem.splits
-                               : 0;
-    int64_t hidden_tiles =
-        problem.grad_hidden.data ? (problem.tokens + HIDDEN_ROWS - 1) / HIDDEN_ROWS * across : 0;
+    int64_t weight_tiles =
+        problem.grad_weight.data ? (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS * across * problem.splits : 0;
+    int64_t hidden_tiles = problem.grad_hidden.data ? (problem.tokens + HIDDEN_ROWS - 1) / HIDDEN_ROWS * across : 0;
     if (weight_tiles + hidden_tiles > 0) {
         cudaError_t error = cudaFuncSetAttribute(products_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  static_cast<int>(shared_bytes<T>));

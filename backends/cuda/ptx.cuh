@@ -20,7 +20,8 @@ __device__ __forceinline__ void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-template <int PENDING> __device__ __forceinline__ void copy_async_wait() {
+template <int PENDING>
+__device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 

@@ -27,8 +27,10 @@ static inline int moer_has_elements(const DLTensor *tensor) {
     return 1;
 }
 
-/* Distance of neighbours along an axis, in elements. */
+/* Distance of neighbours along an axis, in elements; 0 where there are none, for then the stride may be any number. */
 static inline int64_t moer_stride(const DLTensor *tensor, int32_t axis) {
+    if (tensor->shape[axis] <= 1 || !moer_has_elements(tensor))
+        return 0;
     if (tensor->strides)
         return tensor->strides[axis];
     int64_t stride = 1;
@@ -37,9 +39,10 @@ static inline int64_t moer_stride(const DLTensor *tensor, int32_t axis) {
     return stride;
 }
 
-/* The first element; NULL for a tensor that is absent or has no data. */
+/* The first element; NULL for a tensor that is absent or has no data. Where there is no element, and in a query, the
+ * sum may be any address. */
 static inline void *moer_data(const DLTensor *tensor) {
-    return tensor && tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
+    return tensor && tensor->data ? (void *)((uintptr_t)tensor->data + (uintptr_t)tensor->byte_offset) : NULL;
 }
 
 #endif

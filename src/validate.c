@@ -249,7 +249,8 @@ static enum moer_status copy_args(struct check *check, const struct moer_operati
         REFUSE("args is NULL");
     size_t size;
     memcpy(&size, caller, sizeof size);
-    if (size < sizeof size || size > info->args_size + MOST_UNKNOWN_BYTES)
+    /* No struct of pointers has another size; half a pointer must not be taken for one. */
+    if (size < sizeof size || size % sizeof size || size > info->args_size + MOST_UNKNOWN_BYTES)
         REFUSE("args->size is %zu; set it to sizeof *args, here %zu", size, info->args_size);
     for (size_t byte = info->args_size; byte < size; byte++)
         if (((const unsigned char *)caller)[byte])

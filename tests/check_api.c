@@ -110,8 +110,10 @@ START_TEST(larger_args) {
     ck_assert_int_eq(run_stretched(_i, &args), MOER_UNSUPPORTED);
     ck_assert_ptr_nonnull(strstr(moer_last_error(), "size"));
     /* Beyond size nothing is looked at. */
-    args.args.softmax.size = size + 63;
+    args.args.softmax.size = size + 56;
     ck_assert_int_eq(run_stretched(_i, &args), MOER_OK);
+    args.args.softmax.size = size + 60;
+    ck_assert_int_eq(run_stretched(_i, &args), MOER_INVALID);
     args.args.softmax.size = 0;
     ck_assert_int_eq(run_stretched(_i, &args), MOER_INVALID);
     args.args.softmax.size = SIZE_MAX;

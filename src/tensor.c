@@ -76,6 +76,8 @@ static enum moer_status check_copy(const DLTensor *to, const DLTensor *from, siz
     if (to->ndim != from->ndim)
         return moer_fail(message, MOER_INVALID, "to.ndim is %d but from.ndim is %d", to->ndim, from->ndim);
     enum moer_status status = compact_size(to->ndim, to->shape, to->dtype, bytes, message);
+    if (!status)
+        status = compact_size(from->ndim, from->shape, from->dtype, bytes, message);
     for (int32_t axis = 0; axis < to->ndim && !status; axis++)
         if (to->shape[axis] != from->shape[axis])
             status = moer_fail(message, MOER_INVALID, "to.shape[%d] is %lld but from.shape[%d] is %lld", axis,

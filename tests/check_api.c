@@ -272,11 +272,37 @@ START_TEST(copied_tensors) {
     from->strides = strides;
     ck_assert_int_eq(moer_tensor_copy(to, from), MOER_INVALID);
     from->strides = NULL;
+    int64_t *from_shape = from->shape;
+    from->shape = NULL;
+    ck_assert_int_eq(moer_tensor_copy(to, from), MOER_INVALID);
+    from->shape = from_shape;
     from->dtype.code = kDLInt;
     ck_assert_int_eq(moer_tensor_copy(to, from), MOER_INVALID);
     moer_tensor_free(from);
     moer_tensor_free(to);
     moer_tensor_free(other);
+}
+END_TEST
+
+/* Any number of rows without an element: done at once. */
+START_TEST(nothing_to_do) {
+    int64_t many = INT64_C(1) << 56, wide[] = {many, 0}, none[] = {0, 0}, high[] = {0, many};
+    int tokens = _i; /* or hidden columns */
+    DLTensor hidden = {NULL, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, tokens ? wide : high, NULL, 0}, gate = hidden,
+             rest = hidden, ids = hidden;
+    gate.shape = tokens ? none : high;
+    ids.shape = rest.shape = tokens ? wide : none;
+    ids.dtype = (DLDataType){kDLInt, 64, 1};
+    struct moer_softmax_topk_backward_args args = {.size = sizeof args,
+                                                   .hidden_states = &hidden,
+                                                   .gate_weight = &gate,
+                                                   .routing_probs = &rest,
+                                                   .selected_experts = &ids,
+                                                   .grad_routing_weights = &rest,
+                                                   .grad_hidden_states = &hidden,
+                                                   .grad_gate_weight = &gate,
+                                                   .grad_logits = &rest};
+    ck_assert_msg(moer_softmax_topk_backward(&args) == MOER_OK, "%s", moer_last_error());
 }
 END_TEST
 
@@ -291,6 +317,7 @@ int main(void) {
         {operand_table, MOER_OPERATIONS},
         {backends, 1},
         {explains, MOER_OPERATIONS},
+        {nothing_to_do, 2},
         {devices, MOER_OPERATIONS},
         {new_tensors, 1},
         {copied_tensors, 1},

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What must not move a bit: another run, more threads, another address, rows far apart, calls side by side. */
+/* What must not move a bit: another run, more threads, another address, rows far apart, calls side by side, how the
+ * caller has set its arithmetic. */
 #include "support.h"
 
 #include <dlfcn.h>
+#include <fenv.h>
 #include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -168,10 +170,58 @@ START_TEST(several_callers) {
 }
 END_TEST
 
+#ifdef __x86_64__
+/* Flush subnormal results to zero, and take subnormal operands for zero: what -ffast-math sets for a whole process. */
+static void flush_subnormals(int on) {
+    unsigned control = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(on ? control | 0x8040 : control & ~0x8040u);
+}
+static int flushes_subnormals(void) {
+    return (__builtin_ia32_stmxcsr() & 0x8040) != 0;
+}
+#else
+static void flush_subnormals(int on) {
+    (void)on;
+}
+static int flushes_subnormals(void) {
+    return 0;
+}
+#endif
+
+START_TEST(caller_s_arithmetic) {
+    struct plan plan = large_plan(_i);
+    struct trial *trial = trial_new(&plan);
+    DLTensor *expected[CALL_OUTPUTS];
+    const DLTensor *gradient =
+        trial_tensor(trial, plan.operation == MOER_SOFTMAX_TOPK_BACKWARD ? "grad_router_logits" : "grad_topk_weights");
+    for (int64_t n = 0; n < gradient->shape[0]; n++)
+        for (int64_t e = 0; e < gradient->shape[1]; e++) /* so that float16 has subnormals */
+            set_element(gradient, n, e, 0, get_element(gradient, n, e, 0) * 1e-3);
+    trial_check(trial);
+    copy_outputs(trial, expected);
+    const int roundings[] = {FE_TONEAREST, FE_UPWARD, FE_TOWARDZERO};
+    for (int i = 0; i < LENGTH(roundings); i++) {
+        fesetround(roundings[i]);
+        flush_subnormals(1);
+        int before = flushes_subnormals();
+        enum moer_status status = trial_run(trial, LIBRARY_SCRATCH);
+        ck_assert_int_eq(fegetround(), roundings[i]);
+        ck_assert_int_eq(flushes_subnormals(), before);
+        flush_subnormals(0);
+        fesetround(FE_TONEAREST);
+        ck_assert_int_eq(status, MOER_OK);
+        if (own_products(plan.type)) /* OpenBLAS's threads are not ours to set */
+            expect_outputs(trial, expected, "the caller's arithmetic");
+    }
+    free_outputs(expected);
+    trial_free(trial);
+}
+END_TEST
+
 int main(void) {
     const struct test tests[] = {
-        {every_run, EACH},       {number_of_threads, EACH}, {address, EACH}, {rows_far_apart, MOER_OPERATIONS},
-        {several_callers, EACH},
+        {every_run, EACH},       {number_of_threads, EACH},   {address, EACH}, {rows_far_apart, MOER_OPERATIONS},
+        {several_callers, EACH}, {caller_s_arithmetic, EACH},
     };
     return run_tests("bits", tests, LENGTH(tests));
 }

@@ -287,6 +287,26 @@ START_TEST(scaling_factor) {
 }
 END_TEST
 
+/* Sums of equal terms, where every rounding may go the same way: a thousand slots of one expert, and a thousand
+ * experts. */
+START_TEST(equal_terms) {
+    struct plan plan = {.operation = (enum moer_operation)_i, .dims = {2, 3, 1024, 1024}, .type = F32, .seed = 5};
+    struct trial *trial = trial_new(&plan);
+    int softmax = plan.operation == MOER_SOFTMAX_TOPK_BACKWARD;
+    fill(trial_tensor(trial, softmax ? "grad_routing_weights" : "grad_topk_weights"), 1.23456);
+    fill(trial_tensor(trial, softmax ? "gate_weight" : "weight"), 1.68965793);
+    if (softmax) {
+        fill(trial_tensor(trial, "selected_experts"), 7);
+        fill(trial_tensor(trial, "routing_weights_sum"), 3);
+    } else {
+        fill(trial_tensor(trial, "scores"), 0.5);
+        fill(trial_tensor(trial, "topk_weights_normalized"), 0);
+    }
+    trial_check(trial);
+    trial_free(trial);
+}
+END_TEST
+
 int main(void) {
     const struct test tests[] = {
         {edge_shapes, LENGTH(edges)},
@@ -302,6 +322,7 @@ int main(void) {
         {one_sign, MOER_OPERATIONS * TYPES},
         {repeated_token, MOER_OPERATIONS * TYPES},
         {many_experts, MOER_OPERATIONS},
+        {equal_terms, MOER_OPERATIONS},
         {scaling_factor, TYPES},
     };
     return run_tests("numbers", tests, LENGTH(tests));

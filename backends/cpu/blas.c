@@ -9,6 +9,8 @@
 #include <limits.h>
 
 enum { TERMS = 64 };
+/* With more, the sums of calls for grad_hidden_states would drift in the same way. */
+enum { MOST_BLAS_EXPERTS = 512 };
 
 static int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -24,7 +26,7 @@ int moer_blas_can(const struct problem *problem) {
     for (int i = 0; i < 3; i++)
         if (row_elements(direct[i]) > largest)
             largest = row_elements(direct[i]);
-    return largest <= INT_MAX && problem->hidden > 0 && problem->experts > 0;
+    return largest <= INT_MAX && problem->hidden > 0 && problem->experts > 0 && problem->experts <= MOST_BLAS_EXPERTS;
 }
 
 size_t moer_blas_column_bytes(const struct problem *problem, int64_t block) {

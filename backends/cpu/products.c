@@ -11,6 +11,7 @@
  * are read once. What is allocated is G of a turn, float32 sums of the weight gradient, and a panel or two for each
  * thread. */
 #include "products.h"
+#include <fenv.h>
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
@@ -71,7 +72,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     }
     if (problem->grad_weight.data) {
         size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
-        plan.compensated = problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS) && plan.bytes + sums_bytes < MOST_BYTES;
+        plan.compensated =
+            problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS) && plan.bytes + sums_bytes + 512 < MOST_BYTES;
         plan.sums = take(&plan.bytes, sums_bytes);
         plan.lost = take(&plan.bytes, plan.compensated ? sums_bytes : 0);
     }
@@ -179,27 +181,43 @@ static void run_slice(const struct problem *problem, const struct plan *plan, in
         finish(problem, plan, column);
 }
 
+/* Round to nearest, keep subnormals, trap nothing: whatever the caller, or an OpenMP thread's last work, has set.
+ * Returns what that was. */
+static fenv_t plain_arithmetic(void) {
+    fenv_t before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    return before;
+}
+
+/* A thread's part of a turn. */
+static void run_turn(const struct problem *problem, const struct plan *plan, int64_t first) {
+    int64_t count = clamp(problem->tokens - first, 0, plan->turn);
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < count; token++)
+        make_row(problem, plan, first, token);
+    if (!problem->grad_hidden.data && !problem->grad_weight.data)
+        return;
+    if (problem->sparse_row) {
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < count; token += plan->block)
+            sort_by_expert(problem, block_at(problem, plan, token), clamp(count - token, 0, plan->block));
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)
+        run_slice(problem, plan, first, count, column);
+}
+
 static void run_own(const struct problem *problem, const struct plan *plan) {
-    int products = problem->grad_hidden.data || problem->grad_weight.data;
     double terms = (double)problem->tokens * (double)problem->hidden *
                    (double)(problem->sparse_row ? problem->top_k : problem->experts);
     int threads = (int)clamp(omp_get_max_threads(), 1, terms < WORTH_A_THREAD ? 1 : plan->threads);
 #pragma omp parallel num_threads(threads)
-    for (int64_t first = 0; first < problem->tokens; first += plan->turn) {
-        int64_t count = clamp(problem->tokens - first, 0, plan->turn);
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < count; token++)
-            make_row(problem, plan, first, token);
-        if (!products)
-            continue;
-        if (problem->sparse_row) {
-#pragma omp for schedule(static)
-            for (int64_t token = 0; token < count; token += plan->block)
-                sort_by_expert(problem, block_at(problem, plan, token), clamp(count - token, 0, plan->block));
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)
-            run_slice(problem, plan, first, count, column);
+    {
+        fenv_t before = plain_arithmetic();
+        for (int64_t first = 0; first < problem->tokens; first += plan->turn)
+            run_turn(problem, plan, first);
+        fesetenv(&before);
     }
 }
 
@@ -227,7 +245,7 @@ static void run_empty(const struct problem *problem, const struct plan *plan) {
 /* Refuses ids outside [-1, E), and counts them. */
 static enum moer_status check_ids(const struct problem *problem, struct moer_message *message) {
     int64_t bad = 0, token_of_first = 0, slot_of_first = 0;
-    for (int64_t token = 0; token < problem->tokens; token++)
+    for (int64_t token = 0; problem->top_k > 0 && token < problem->tokens; token++)
         for (int64_t slot = 0; slot < problem->top_k; slot++) {
             int64_t id = id_at(&problem->ids, token, slot);
             if ((id < -1 || id >= problem->experts) && bad++ == 0) {
@@ -277,6 +295,13 @@ enum moer_status moer_cpu_explain(const struct problem *problem, struct moer_mes
     return status;
 }
 
+/* Whether there is an element to be written: a call without one may have any number of empty rows. */
+static int has_outputs(const struct problem *problem) {
+    return (problem->grad_hidden.data && problem->tokens && problem->hidden) ||
+           (problem->grad_weight.data && problem->experts && problem->hidden) ||
+           (problem->grad_logits.data && problem->tokens && problem->experts);
+}
+
 enum moer_status moer_cpu_run(const struct problem *caller, struct moer_message *message) {
     struct problem copy = *caller, *problem = &copy;
     void *allocated = NULL;
@@ -285,7 +310,7 @@ enum moer_status moer_cpu_run(const struct problem *caller, struct moer_message 
         status = check_ids(problem, message);
     if (status)
         return status;
-    if (!problem->grad_hidden.data && !problem->grad_weight.data && !problem->grad_logits.data)
+    if (!has_outputs(problem))
         return MOER_OK;
     struct plan plan = choose_plan(problem);
     if (!problem->workspace) {
@@ -293,12 +318,14 @@ enum moer_status moer_cpu_run(const struct problem *caller, struct moer_message 
             return moer_fail(message, MOER_NO_MEMORY, "no memory for a workspace of %zu bytes", plan.bytes);
         problem->workspace = allocated;
     }
+    fenv_t before = plain_arithmetic();
     if (problem->tokens == 0)
         run_empty(problem, &plan);
     else if (plan.blas)
         run_blas(problem, &plan);
     else
         run_own(problem, &plan);
+    fesetenv(&before);
     free(allocated);
     return MOER_OK;
 }

@@ -2,25 +2,28 @@
 /* G of the sigmoid router, a token at a time: at most K of its E elements are not zero. Every intermediate is rounded
  * to T, in the order of the public header, and in float32 between; the compiler may not fuse or reorder any of it. */
 #include "cpu.h"
-#include <stdlib.h>
 
-/* By expert, then by slot. */
-static int compare_keys(const void *a, const void *b) {
-    uint64_t x = ((const union entry *)a)->key, y = ((const union entry *)b)->key;
-    return (x > y) - (x < y);
+/* Moves an entry of a heap, greatest first, down to where it belongs. */
+static void sift(union entry *heap, int32_t place, int32_t count) {
+    union entry moving = heap[place];
+    for (int32_t child; (child = 2 * place + 1) < count; place = child) {
+        child += child + 1 < count && heap[child + 1].key > heap[child].key;
+        if (heap[child].key <= moving.key)
+            break;
+        heap[place] = heap[child];
+    }
+    heap[place] = moving;
 }
 
+/* By expert, then by slot. Not qsort(), which may allocate. */
 static void sort_keys(union entry *entries, int32_t count) {
-    if (count > 32) {
-        qsort(entries, (size_t)count, sizeof *entries, compare_keys);
-        return;
-    }
-    for (int32_t i = 1; i < count; i++) {
-        union entry moving = entries[i];
-        int32_t hole = i;
-        for (; hole > 0 && entries[hole - 1].key > moving.key; hole--)
-            entries[hole] = entries[hole - 1];
-        entries[hole] = moving;
+    for (int32_t place = count / 2 - 1; place >= 0; place--)
+        sift(entries, place, count);
+    for (int32_t last = count - 1; last > 0; last--) {
+        union entry greatest = entries[0];
+        entries[0] = entries[last];
+        entries[last] = greatest;
+        sift(entries, 0, last);
     }
 }
 

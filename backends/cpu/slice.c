@@ -89,6 +89,13 @@ static void accumulate(float *restrict to, float *restrict lost, const float *re
     }
 }
 
+/* What a sum comes to; of an infinite one, what it has lost is NaN. */
+static void total(float *restrict to, const float *restrict sums, const float *restrict lost, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++)
+        to[i] = sums[i] + (lost[i] == lost[i] ? lost[i] : 0);
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -183,14 +190,18 @@ static void dense_hidden(const struct slice_job *job, float *panel, float *parti
                 tile(rows, terms, job->logits.dense + token * experts + first, experts, 1, panel + column * terms,
                      sums);
                 for (int64_t r = 0; r < rows; r++) {
-                    float *before = partial + (token + r) * SLICE_COLUMNS + column;
-                    if (first > 0)
-                        add(sums[r], before, TILE_COLUMNS);
+                    float *before = partial + 2 * ((token + r) * SLICE_COLUMNS + column), *lost = before + TILE_COLUMNS;
+                    if (first > 0) {
+                        accumulate(before, lost, sums[r], TILE_COLUMNS);
+                        if (last)
+                            total(sums[r], before, lost, TILE_COLUMNS);
+                    } else if (!last) {
+                        memcpy(before, sums[r], sizeof sums[r]);
+                        memset(lost, 0, sizeof sums[r]);
+                    }
                     if (last)
                         narrow(element_address(&problem->grad_hidden, job->first + token + r, job->column + column),
                                problem->grad_hidden.type, sums[r], valid);
-                    else
-                        memcpy(before, sums[r], sizeof sums[r]);
                 }
             }
     }
@@ -211,11 +222,10 @@ static void dense_weight(const struct slice_job *job, float *panel) {
         }
 }
 
-/* sums[] = sum over the entries of value * panel[index][]. A NULL panel: the rows of source, from column. */
-static void sparse_sum(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
-                       int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
+/* sums[] += sum over the entries of value * panel[index][]. A NULL panel: the rows of source, from column. */
+static void sparse_chains(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
+                          int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
     _Alignas(64) float widened[SPARSE_COLUMNS] = {0};
-    memset(sums, 0, sizeof(float[SPARSE_COLUMNS]));
     for (int64_t start = 0; start < count; start += CHAIN) {
         vector chain[SPARSE_VECTORS] = {{0}};
         int64_t end = smaller(start + CHAIN, count);
@@ -233,6 +243,24 @@ static void sparse_sum(const union entry *entries, int64_t count, const float *p
         for (int v = 0; v < SPARSE_VECTORS; v++)
             ((vector *)sums)[v] += chain[v];
     }
+}
+
+/* The same, in groups of as many terms as a dense panel has. */
+static void sparse_sum(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
+                       int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
+    memset(sums, 0, sizeof(float[SPARSE_COLUMNS]));
+    sparse_chains(entries, smaller(count, PANEL_EXPERTS), panel, source, column, valid, sums);
+    if (count <= PANEL_EXPERTS)
+        return;
+    float lost[SPARSE_COLUMNS] = {0};
+    for (int64_t start = PANEL_EXPERTS; start < count; start += PANEL_EXPERTS) {
+        _Alignas(64) float group[SPARSE_COLUMNS] = {0};
+        sparse_chains(entries + start, smaller(count - start, PANEL_EXPERTS), panel, source, column, valid, group);
+        accumulate(sums, lost, group, SPARSE_COLUMNS);
+    }
+    float before[SPARSE_COLUMNS];
+    memcpy(before, sums, sizeof before);
+    total(sums, before, lost, SPARSE_COLUMNS);
 }
 
 static void sparse_hidden(const struct slice_job *job, float *panel) {
@@ -293,17 +321,16 @@ static void finish(const struct problem *problem, const float *sums, const float
     for (int64_t from = 0; from < columns; from += SLICE_COLUMNS) {
         char *to = element_address(&problem->grad_weight, expert, column + from);
         int64_t count = smaller(SLICE_COLUMNS, columns - from);
-        float total[SLICE_COLUMNS], old[SLICE_COLUMNS];
-        memcpy(total, sums + from, (size_t)count * sizeof *total);
+        float result[SLICE_COLUMNS], old[SLICE_COLUMNS];
         if (lost)
-#pragma omp simd
-            for (int64_t i = 0; i < count; i++) /* what an infinite sum has lost is NaN */
-                total[i] += lost[from + i] == lost[from + i] ? lost[from + i] : 0;
+            total(result, sums + from, lost + from, count);
+        else
+            memcpy(result, sums + from, (size_t)count * sizeof *result);
         if (problem->accumulate) {
             widen(old, to, type, count);
-            add(total, old, count);
+            add(result, old, count);
         }
-        narrow(to, type, total, count);
+        narrow(to, type, result, count);
     }
 }
 

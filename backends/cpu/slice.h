@@ -63,7 +63,7 @@ static inline size_t slice_scratch(const struct problem *problem, int64_t tokens
     if (problem->grad_weight.data)
         rows += tokens; /* hidden states */
     if (problem->grad_hidden.data && !problem->sparse_row && problem->experts > PANEL_EXPERTS)
-        rows += tokens; /* sums of grad_hidden_states over the panels */
+        rows += 2 * tokens; /* sums of grad_hidden_states over the panels, and what they lost */
     return (size_t)rows * SLICE_COLUMNS * sizeof(float);
 }
 

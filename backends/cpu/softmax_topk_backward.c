@@ -13,6 +13,34 @@ static double mask_at(const struct problem *problem, int64_t expert, int64_t slo
     return (double)element_at(&mask, 0, 0);
 }
 
+/* Slots of which one expert's gradients are summed in float64 before they reach the float32 row. */
+enum { SLOTS = 256 };
+
+/* The gradients of some slots' probabilities, scattered onto row. A slot's follow-ups add to it where an id repeats. */
+static void scatter_slots(const struct problem *problem, int64_t token, int64_t first, double c, double z, float *row) {
+    double v[SLOTS];
+    int64_t ids[SLOTS], count = problem->top_k - first < SLOTS ? problem->top_k - first : SLOTS;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t k = first + i, same = 0;
+        ids[i] = id_at(&problem->ids, token, k);
+        if (ids[i] < 0)
+            continue;
+        v[i] = (double)element_at(&problem->softmax.incoming, token, k);
+        if (problem->softmax.sum.data)
+            v[i] = (v[i] - c) / z;
+        v[i] += mask_at(problem, ids[i], k, token);
+        while (ids[same] != ids[i])
+            same++;
+        if (same < i) {
+            v[same] += v[i];
+            ids[i] = -1;
+        }
+    }
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] >= 0)
+            row[ids[i]] = (float)((double)row[ids[i]] + v[i]);
+}
+
 /* The gradients of the chosen probabilities, scattered onto row. */
 static void scatter(const struct problem *problem, int64_t token, const float *p, float *row) {
     double z = 0, c = 0;
@@ -27,15 +55,8 @@ static void scatter(const struct problem *problem, int64_t token, const float *p
             c += (double)element_at(&problem->softmax.incoming, token, k) * ((double)p[id] / z);
         }
     }
-    for (int64_t k = 0; k < problem->top_k; k++) {
-        int64_t id = id_at(&problem->ids, token, k);
-        if (id < 0)
-            continue;
-        double v = (double)element_at(&problem->softmax.incoming, token, k);
-        if (problem->softmax.sum.data)
-            v = (v - c) / z;
-        row[id] = (float)((double)row[id] + v + mask_at(problem, id, k, token));
-    }
+    for (int64_t first = 0; first < problem->top_k; first += SLOTS)
+        scatter_slots(problem, token, first, c, z, row);
 }
 
 static void softmax_row(const struct problem *problem, int64_t token, float *row) {

@@ -13,10 +13,13 @@
  * Ids:    int32 or int64. Ids that repeat in a row add up. -1 is an empty slot that contributes nothing. Any other id
  *         outside [0, E) is MOER_INVALID on the CPU, with every output untouched; a GPU skips it. Either way
  *         invalid_ids, where given, has the number of such ids added to it.
- * Memory: inputs are never written; an output may not overlap another tensor.
+ * Memory: inputs are never written; an output may not overlap another tensor, judged by the bytes from first to last.
  * Bits:   the same inputs, library, device and environment give the same bits in every run. A token's row of
- *         grad_hidden_states does not depend on the other tokens. On the CPU neither depends on the number of threads,
- *         except where T is float32 and OpenBLAS does the products (MOER_DETERMINISTIC=1 avoids that).
+ *         grad_hidden_states does not depend on the other tokens. On the CPU neither depends on the number of threads.
+ *         Where T is float32 and OpenBLAS does the products, both hold for one number of threads and one way of calling
+ *         only, and a row may depend on the number of tokens (MOER_DETERMINISTIC=1 does without OpenBLAS).
+ * Threads: any function may be called from several threads at once and, on the CPU, from inside an OpenMP region. A
+ * forked child may call too, unless its parent has run an OpenMP region before: GNU's OpenMP then never returns.
  * Errors: a status, and a sentence from moer_last_error(). After an error every output is as it was before, but for
  *         MOER_DEVICE.
  */
@@ -80,7 +83,7 @@ MOER_API const char *moer_last_error(void);
  *                 the stream, and can be captured into a graph. CPU: ignored.
  * workspace       scratch memory on the tensors' device, aligned to 256 bytes, of at least the size that
  *                 moer_<operation>_workspace_size() reports; its contents are arbitrary before the call and undefined
- *                 after it. A call that is given one allocates nothing (OpenMP's runtime may, in a process's first).
+ *                 after it. A call that is given one allocates nothing (OpenMP's runtime and OpenBLAS may).
  *                 NULL: the call takes and frees its own, on the
  *                 CPU at most 64 MiB + 4*E*H bytes.
  * invalid_ids     [1] int32 on the tensors' device, optional: has the number of invalid ids added to it.

@@ -46,37 +46,44 @@ class loader {
     static constexpr int ELEMENTS = CHUNK_BYTES / sizeof(T), CHUNKS_A_ROW = WIDTH / ELEMENTS;
     static constexpr int COUNT = ROWS * CHUNKS_A_ROW / THREADS, ROW_STEP = THREADS / CHUNKS_A_ROW;
     const T *source;
-    int64_t stride;
-    int row, column, rows_left, columns_left;
+    int64_t row_step;
+    int rows_left, columns_left, offsets[COUNT];
     bool aligned;
 
-  public:
-    __device__ explicit loader(const operand &from)
-        : stride(from.stride), row(threadIdx.x / CHUNKS_A_ROW), column(threadIdx.x % CHUNKS_A_ROW * ELEMENTS),
-          rows_left(static_cast<int>(from.rows < 1 << 30 ? from.rows : 1 << 30) - row),
-          columns_left(static_cast<int>(from.columns < 1 << 30 ? from.columns : 1 << 30) - column),
-          aligned(from.aligned) {
-        source = reinterpret_cast<const T *>(from.data) + row * stride + column;
+    static __device__ __forceinline__ int offset(int i) {
+        return swizzled<T, WIDTH>(threadIdx.x / CHUNKS_A_ROW + i * ROW_STEP, threadIdx.x % CHUNKS_A_ROW * ELEMENTS);
     }
 
-    /* Loads the next block; what does not exist is zero. */
+  public:
+    __device__ __forceinline__ explicit loader(const operand &from) : aligned(from.aligned) {
+        int row = threadIdx.x / CHUNKS_A_ROW, column = threadIdx.x % CHUNKS_A_ROW * ELEMENTS;
+        source = reinterpret_cast<const T *>(from.data) + row * from.stride + column;
+        row_step = ROW_STEP * from.stride;
+        rows_left = static_cast<int>(from.rows < 1 << 30 ? from.rows : 1 << 30) - row;
+        columns_left = static_cast<int>(from.columns < 1 << 30 ? from.columns : 1 << 30) - column;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            offsets[i] = offset(i);
+    }
+
+    /* Loads the next block; what does not exist is zero, and its address is not looked at. */
     __device__ __forceinline__ void next(T *block) {
         int valid = columns_left < 0 ? 0 : columns_left < ELEMENTS ? columns_left : ELEMENTS;
+        const T *from = source;
+        if (aligned) {
+            uint32_t to = shared_address(block);
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            T *to = block + swizzled<T, WIDTH>(row + i * ROW_STEP, column);
-            int here = i * ROW_STEP < rows_left ? valid : 0;
-            const T *from = here > 0 ? source + i * ROW_STEP * stride : source;
-            if (aligned) {
-                copy_async(to, here > 0 ? from : nullptr, here * static_cast<int>(sizeof(T)));
-            } else {
-#pragma unroll
+            for (int i = 0; i < COUNT; i++, from += row_step)
+                copy_async(to + offsets[i] * sizeof(T), from,
+                           i * ROW_STEP < rows_left ? valid * static_cast<int>(sizeof(T)) : 0);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < COUNT; i++, from += row_step)
                 for (int j = 0; j < ELEMENTS; j++)
-                    to[j] = j < here ? from[j] : T(0.0f);
-            }
+                    block[offset(i) + j] = i * ROW_STEP < rows_left && j < valid ? from[j] : T(0.0f);
         }
         if (DOWN) {
-            source += ROWS * stride;
+            source += COUNT * row_step;
             rows_left -= ROWS;
         } else {
             source += WIDTH;
@@ -99,24 +106,40 @@ struct tile {
         return threadIdx.x / WARP % WARPS_ACROSS * WARP_COLUMNS;
     }
 
-    __device__ __forceinline__ void add(const T *a, const T *b) {
+    /* Where the lane's rows of 8 x 8 matrices begin, in bytes from the beginning of a block: of A by 16 rows of the
+     * tile, or by 16 terms where the rows of A are the tile's; of B by 16 columns. */
+    uint32_t left_offsets[TERMS_ARE_ROWS ? DOWN : STEP / 16], right_offsets[ACROSS / 2];
+
+    __device__ __forceinline__ tile() {
         int lane = threadIdx.x % WARP, matrix = lane / 8, row = lane % 8;
+        memset(sums, 0, sizeof sums);
+#pragma unroll
+        for (int i = 0; i < (TERMS_ARE_ROWS ? DOWN : STEP / 16); i++)
+            left_offsets[i] =
+                sizeof(T) * (TERMS_ARE_ROWS
+                                 ? swizzled<T, ROWS>(row + matrix / 2 * 8, first_row() + 16 * i + matrix % 2 * 8)
+                                 : swizzled<T, STEP>(first_row() + row + matrix % 2 * 8, 16 * i + matrix / 2 * 8));
+#pragma unroll
+        for (int i = 0; i < ACROSS / 2; i++)
+            right_offsets[i] =
+                sizeof(T) * swizzled<T, COLUMNS>(row + matrix % 2 * 8, first_column() + 16 * i + matrix / 2 * 8);
+    }
+
+    /* 16 rows further on a swizzled block looks the same. */
+    __device__ __forceinline__ void add(const T *a, const T *b) {
+        uint32_t from_a = shared_address(a), from_b = shared_address(b);
 #pragma unroll
         for (int term = 0; term < STEP; term += 16) {
             uint32_t left[DOWN][4], right[ACROSS / 2][4];
 #pragma unroll
-            for (int i = 0; i < DOWN; i++) {
-                int down = first_row() + 16 * i;
+            for (int i = 0; i < DOWN; i++)
                 if (TERMS_ARE_ROWS)
-                    load_matrices_transposed(left[i],
-                                             a + swizzled<T, ROWS>(term + row + matrix / 2 * 8, down + matrix % 2 * 8));
+                    load_matrices_transposed(left[i], from_a + left_offsets[i] + term * ROWS * sizeof(T));
                 else
-                    load_matrices(left[i], a + swizzled<T, STEP>(down + row + matrix % 2 * 8, term + matrix / 2 * 8));
-            }
+                    load_matrices(left[i], from_a + left_offsets[term / 16] + 16 * i * STEP * sizeof(T));
 #pragma unroll
             for (int i = 0; i < ACROSS / 2; i++)
-                load_matrices_transposed(right[i], b + swizzled<T, COLUMNS>(term + row + matrix % 2 * 8,
-                                                                            first_column() + 16 * i + matrix / 2 * 8));
+                load_matrices_transposed(right[i], from_b + right_offsets[i] + term * COLUMNS * sizeof(T));
 #pragma unroll
             for (int i = 0; i < DOWN; i++)
 #pragma unroll
@@ -145,6 +168,10 @@ template <int ROWS, bool TERMS_ARE_ROWS>
 struct tile<float, ROWS, TERMS_ARE_ROWS> {
     static constexpr int STEP = 16, DOWN = ROWS / 8, ACROSS = 4;
     float sums[DOWN][ACROSS][2];
+
+    __device__ __forceinline__ tile() {
+        memset(sums, 0, sizeof sums);
+    }
 
     __device__ __forceinline__ void add(const float *a, const float *b) {
         int down = threadIdx.x / 16, across = threadIdx.x % 16 * 2;
@@ -187,7 +214,6 @@ __device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &res
     loader<T, STEP, COLUMNS, true> load_b(b);
     T *ring_a = reinterpret_cast<T *>(shared), *ring_b = ring_a + STAGES * A;
     int steps = static_cast<int>((terms + STEP - 1) / STEP);
-    memset(result.sums, 0, sizeof result.sums);
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++)
         if (step < steps)

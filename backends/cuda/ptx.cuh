@@ -11,9 +11,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *pointer) {
 }
 
 /* cp.async (9.7.9.25): 16 bytes from global to shared memory, those past valid are zeros. */
-__device__ __forceinline__ void copy_async(void *to, const void *from, int valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)
-                 : "memory");
+__device__ __forceinline__ void copy_async(uint32_t to, const void *from, int valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() {
@@ -26,17 +25,17 @@ __device__ __forceinline__ void copy_async_wait() {
 }
 
 /* ldmatrix (9.7.14.5.15): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
-__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void *row) {
+__device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], const void *row) {
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
-                 : "r"(shared_address(row))
+                 : "r"(row)
                  : "memory");
 }
 

@@ -27,10 +27,6 @@ uint64_t draw_integer(struct draw *draw) {
     return mix(draw->key + ++draw->counter * UINT64_C(0x9e3779b97f4a7c15)); /* 2^64 over the golden ratio, as there */
 }
 
-double draw_uniform(struct draw *draw) {
-    return (double)(draw_integer(draw) >> 11) * 0x1p-53;
-}
-
 /* An integer in [0, n), n < 2^32. */
 static int64_t draw_below(struct draw *draw, int64_t n) {
     return (int64_t)((draw_integer(draw) >> 32) * (uint64_t)n >> 32);

@@ -24,12 +24,11 @@ enum moer_status draw_inputs(struct call *call, enum moer_operation operation, s
 /* Adds the outputs that are missing, of that dtype, uninitialised, on the host. */
 enum moer_status draw_outputs(struct call *call, DLDataType dtype);
 
-/* The generator behind it, for tests: a counter-based integer generator, numbers in [0,1), normal numbers. */
+/* The generator behind it, for tests: a counter-based integer generator, normal numbers. */
 struct draw {
     uint64_t key, counter;
 };
 uint64_t draw_integer(struct draw *draw);
-double draw_uniform(struct draw *draw);
 double draw_normal(struct draw *draw);
 
 #endif

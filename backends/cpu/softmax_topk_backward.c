@@ -44,16 +44,12 @@ static void scatter_slots(const struct problem *problem, int64_t token, int64_t 
 /* The gradients of the chosen probabilities, scattered onto row. */
 static void scatter(const struct problem *problem, int64_t token, const float *p, float *row) {
     double z = 0, c = 0;
-    int live = 0;
-    for (int64_t k = 0; k < problem->top_k; k++) {
+    for (int64_t k = 0; problem->softmax.sum.data && k < problem->top_k; k++) {
         int64_t id = id_at(&problem->ids, token, k);
         if (id < 0)
             continue;
-        if (problem->softmax.sum.data) {
-            if (!live++)
-                z = (double)element_at(&problem->softmax.sum, token, 0);
-            c += (double)element_at(&problem->softmax.incoming, token, k) * ((double)p[id] / z);
-        }
+        z = (double)element_at(&problem->softmax.sum, token, 0); /* looked at for a live slot only */
+        c += (double)element_at(&problem->softmax.incoming, token, k) * ((double)p[id] / z);
     }
     for (int64_t first = 0; first < problem->top_k; first += SLOTS)
         scatter_slots(problem, token, first, c, z, row);

@@ -5,7 +5,7 @@
 #   --enable-cuda-builtin         a part of the library instead of a module
 #   NVCC, NVCCFLAGS, NVCC_GENCODE
 # Sets cuda_backend (no, module, builtin), the conditionals CUDA_MODULE and CUDA_BUILTIN, and substitutes NVCC, NVCCFLAGS,
-# NVCC_GENCODE, NVCC_LTFLAGS, CUDA_LIBS and, for moerouter.pc, CUDA_PC_LIBS.
+# NVCC_GENCODE, NVCC_LTFLAGS, CUDA_DEFS, CUDA_LIBS and, for moerouter.pc, CUDA_PC_LIBS.
 AC_DEFUN([MOER_CUDA], [
 AC_ARG_VAR([NVCC], [CUDA compiler])
 AC_ARG_VAR([NVCCFLAGS], [CUDA compiler flags])
@@ -42,6 +42,10 @@ AS_IF([test "x$with_cuda" != xno], [
   AS_IF([test "x$with_cuda" != xauto && test $cuda_backend = no],
     [AC_MSG_ERROR([--with-cuda=$with_cuda: $cuda_reason])])
 ])
+
+# Kernels for an architecture alone are asked for only where they have been compiled.
+AS_CASE([$NVCC_GENCODE], [*sm_90a*], [CUDA_DEFS="-DMOER_CUDA_SM90A"])
+AC_SUBST([CUDA_DEFS])
 
 AS_IF([test $cuda_backend = module], [
   AS_IF([test "x$enable_cuda_builtin" != xno || test "x$enable_shared" = xno], [cuda_backend=builtin])

@@ -145,14 +145,21 @@ struct common_args {
     MOER_COMMON_FIELDS;
 };
 
-/* Tokens of a split of the weight gradient: by their number alone, so that every path adds in the same order. A chain
- * of tensor-core additions stays within 2048 terms. */
-int64_t split_tokens(int64_t tokens) {
-    return tokens <= 4096 ? 512 : tokens <= 16384 ? 1024 : 2048;
+int64_t round_up(int64_t value, int64_t multiple) {
+    return divide_up(value, multiple) * multiple;
 }
 
-int64_t round_up(int64_t value, int64_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
+/* Tokens of a split of the weight gradient, by shapes alone, so that every device and path splits alike: few splits,
+ * since each costs a write and a read of the whole gradient, but as many as give most multiprocessors a tile, and a
+ * chain of tensor-core additions stays within 2048 terms. */
+int64_t choose_split(int64_t tokens, int64_t tiles) {
+    enum { FEWEST = 384, MOST = 2048, ENOUGH_TILES = 128, STEP = 64 };
+    int64_t splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
+    if (splits > divide_up(tokens, FEWEST))
+        splits = divide_up(tokens, FEWEST);
+    if (splits < divide_up(tokens, MOST))
+        splits = divide_up(tokens, MOST);
+    return splits < 1 ? STEP : round_up(divide_up(tokens, splits), STEP);
 }
 
 /* The problem of a call, complete but for the workspace's address: the parts' offsets stand there. */
@@ -183,13 +190,32 @@ enum moer_status plan(enum moer_operation operation, const void *args, problem *
                   : make_problem(*static_cast<const moer_sigmoid_topk_backward_args *>(args));
     *device = hidden->device.device_id;
     result->logits_stride = round_up(experts, LOGITS_MULTIPLE);
-    result->split_tokens = split_tokens(tokens);
-    result->splits = round_up(tokens, result->split_tokens) / result->split_tokens;
+    result->weight_rows = choose_weight_rows(result->experts, result->weight.type);
+    result->partial_rows = round_up(experts, result->weight_rows);
+    result->partial_stride = round_up(width, TILE_COLUMNS);
+    result->split_tokens =
+        choose_split(tokens, result->partial_rows / result->weight_rows * result->partial_stride / TILE_COLUMNS);
+    result->splits = divide_up(tokens, result->split_tokens);
     int64_t logits = tokens * result->logits_stride * (result->weight.type == F32 ? 4 : 2);
-    int64_t partials = result->grad_weight.data ? result->splits * experts * width * 4 : 0;
+    int64_t partials =
+        result->grad_weight.data ? result->splits * result->partial_rows * result->partial_stride * 4 : 0;
     result->partials = reinterpret_cast<float *>(round_up(logits, 256));
     *bytes = static_cast<size_t>(round_up(logits, 256) + round_up(partials, 256));
     return MOER_OK;
+}
+
+/* Whether the kernels for sm_90a run there; MOER_CUDA_ARCH=generic does without. */
+bool is_tuned(int device) {
+    int major = 0, minor = 0;
+#ifdef MOER_CUDA_SM90A
+    const char *forced = getenv("MOER_CUDA_ARCH");
+    if (forced && strcmp(forced, "generic") == 0)
+        return false;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    cudaGetLastError();
+#endif
+    return major == 9 && minor == 0;
 }
 
 /* ---- Workspaces ---- */
@@ -259,6 +285,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     if (status)
         return status;
     problem.logits = static_cast<char *>(workspace);
+    problem.tuned = is_tuned(device);
     problem.partials = reinterpret_cast<float *>(problem.logits + reinterpret_cast<uintptr_t>(problem.partials));
     status = launch_all(problem, stream, message);
     if (!common->workspace && workspace) {
@@ -282,10 +309,13 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
     if (status)
         return status;
-    return moer_fail(message, MOER_OK,
-                     "cuda:%d, generic path: %s products, weight gradient in %lld splits of %lld tokens", device,
-                     problem.weight.type == F32 ? "float32" : "mma.sync", static_cast<long long>(problem.splits),
-                     static_cast<long long>(problem.split_tokens));
+    const bool tuned = problem.weight.type != F32 && is_tuned(device);
+    return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products, weight gradient in %lld splits of %lld tokens",
+                     device, tuned ? "sm_90a" : "generic",
+                     problem.weight.type == F32 ? "float32"
+                     : tuned                    ? "wgmma"
+                                                : "mma.sync",
+                     static_cast<long long>(problem.splits), static_cast<long long>(problem.split_tokens));
 }
 
 void info(char *text, size_t size) {

@@ -37,15 +37,31 @@ struct problem {
     struct rows scores, normalized, denominator;
 
     /* The workspace. G is T, [tokens][logits_stride], zero beyond E; partial sums of the weight gradient are
-     * [splits][E][H]. */
+     * [splits][partial_rows][partial_stride], whole tiles of them, weight_rows high. */
     char *logits;
     int64_t logits_stride;
     float *partials;
+    int weight_rows;
+    int64_t partial_rows, partial_stride;
     int64_t split_tokens, splits;
+    bool tuned; /* by the kernels that are for one architecture alone */
 };
 
-/* G's rows are a whole number of the products' steps. */
-enum { LOGITS_MULTIPLE = 32 };
+/* G's rows are a whole number of the products' panels; tiles of the products have so many columns. */
+enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128 };
+
+inline int64_t divide_up(int64_t value, int64_t by) {
+    return (value + by - 1) / by;
+}
+
+/* The height of a weight gradient's tile: what leaves the fewest rows empty, the tallest of equals. */
+inline int choose_weight_rows(int experts, enum element type) {
+    int best = 64;
+    for (int rows : {128, 160})
+        if (type != F32 && divide_up(experts, rows) * rows <= divide_up(experts, best) * best)
+            best = rows;
+    return best;
+}
 
 /* Each launches on the stream; no synchronisation. */
 cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
@@ -90,6 +106,12 @@ __device__ __forceinline__ void store_element(const struct rows &rows, int64_t r
         reinterpret_cast<__half *>(rows.data)[at] = from_float<__half>(value);
 }
 
+/* Keeps the compiler from working out addresses that depend on a pointer before this point, and from holding them. */
+template <typename V>
+__device__ __forceinline__ void keep_here(V *&pointer) {
+    asm volatile("" : "+l"(pointer));
+}
+
 /* Programmatic dependent launch, from Hopper on: a kernel lets the next one start beside it, which waits for its
  * results before it touches them. */
 __device__ __forceinline__ void allow_next_kernel() {
@@ -104,11 +126,18 @@ __device__ __forceinline__ void wait_for_last_kernel() {
 #endif
 }
 
+/* Of the current device. */
+inline int attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, which, device);
+    return value;
+}
+
 /* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where the device can do that. */
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
                          const Arguments &...arguments) {
-    int device = 0, major = 0;
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -118,8 +147,6 @@ cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int thre
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &early;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    config.numAttrs = major >= 9;
+    config.numAttrs = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }

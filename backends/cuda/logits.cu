@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* G, the gradient of the router's logits: a warp a token, for every architecture and as the first kernel of every path.
  *
- * The formulas are the public header's. A lane keeps four neighbouring experts of every 128 in registers, and every
- * 32nd slot; slots are handed round in ascending k, so that repeated ids add up in one order. Softmax sums in float64
- * what cancels (the dot product of a row, whose terms are exact in it): a few hundred operations a token, which the
- * loads hide. Sigmoid rounds to T after each step, as the model does; the _rn intrinsics keep the compiler from fusing.
+ * The formulas are the public header's. A lane has every 32nd slot, and four neighbouring experts of every 128; a row
+ * in shared memory is where slots meet experts, in ascending k, so that repeated ids add up in one order. Softmax sums
+ * the dot product of a row in float64, since that is what cancels. Sigmoid rounds to T after each step, as the model
+ * does; the _rn intrinsics keep the compiler from fusing.
  *
- * Latency decides: all loads that need no id are issued first, then the gathers of m and p, then the result is stored.
- * Bytes, softmax, a token: 4 E of p, 2 E of d, about 64 a slot of m's gather, 2 E written. */
+ * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
+ * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
+ * 64 a slot of m's gather, 2 E written. */
 #include "common.cuh"
 
 namespace {
 
-enum { WARP = 32, MOST_SLOTS = 64, SLOTS_A_LANE = MOST_SLOTS / WARP, GROUP = 4, GROUP_STRIDE = GROUP * WARP };
+enum { WARP = 32, GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */ };
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 /* Expert i of a lane's registers. */
@@ -20,26 +21,49 @@ __device__ __forceinline__ int expert_of(int lane, int i) {
     return i / GROUP * GROUP_STRIDE + lane * GROUP + i % GROUP;
 }
 
+/* A lane's experts as they lie in memory, in whole registers until all loads are under way: to take them apart would
+ * wait for them. */
+template <typename V, int EXPERTS>
+struct lane_row {
+    static constexpr int GROUP_WORDS = GROUP * sizeof(V) / 4, PER_WORD = 4 / sizeof(V);
+    struct alignas(4 * GROUP_WORDS) group {
+        uint32_t words[GROUP_WORDS];
+    } groups[EXPERTS / GROUP];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        const uint32_t word = groups[i / GROUP].words[i % GROUP / PER_WORD] >> i % PER_WORD * 16;
+        V value;
+        memcpy(&value, &word, sizeof value);
+        return to_float(value);
+    }
+    __device__ __forceinline__ void clear() {
+        memset(groups, 0, sizeof groups);
+    }
+    /* Once, where it was zero. */
+    __device__ __forceinline__ void set(int i, V value) {
+        uint32_t word = 0;
+        memcpy(&word, &value, sizeof value);
+        groups[i / GROUP].words[i % GROUP / PER_WORD] |= word << i % PER_WORD * 16;
+    }
+};
+
 /* A lane's part of a row; beyond the row it is zero. vector: rows begin at multiples of a group, and E is one. */
 template <typename V, int EXPERTS>
-__device__ __forceinline__ void load_row(float (&values)[EXPERTS], const rows &rows, int64_t token, int experts,
+__device__ __forceinline__ void load_row(lane_row<V, EXPERTS> &result, const rows &rows, int64_t token, int experts,
                                          int lane, bool vector) {
-    struct alignas(GROUP * sizeof(V)) group {
-        V value[GROUP];
-    };
     const V *row = reinterpret_cast<const V *>(rows.data) + token * rows.stride;
+    result.clear();
 #pragma unroll
-    for (int i = 0; i < EXPERTS; i += GROUP) {
-        int expert = expert_of(lane, i);
-        if (vector && expert < experts) {
-            group four = *reinterpret_cast<const group *>(row + expert);
-#pragma unroll
-            for (int j = 0; j < GROUP; j++)
-                values[i + j] = to_float(four.value[j]);
+    for (int i = 0; i < EXPERTS / GROUP; i++) {
+        const int expert = expert_of(lane, i * GROUP);
+        if (vector) {
+            if (expert < experts)
+                result.groups[i] = *reinterpret_cast<const typename lane_row<V, EXPERTS>::group *>(row + expert);
         } else {
 #pragma unroll
             for (int j = 0; j < GROUP; j++)
-                values[i + j] = expert + j < experts ? to_float(row[expert + j]) : 0.0f;
+                if (expert + j < experts)
+                    result.set(i * GROUP + j, row[expert + j]);
         }
     }
 }
@@ -52,145 +76,197 @@ bool in_groups(const rows &rows, int experts) {
 
 /* Stores a lane's part of a row of G, which ends in zeros, and of grad_logits. */
 template <typename T, int EXPERTS>
-__device__ __forceinline__ void store_row(const problem &problem, int64_t token, int lane, const T (&g)[EXPERTS]) {
-    struct alignas(GROUP * sizeof(T)) group {
-        T value[GROUP];
-    };
+__device__ __forceinline__ void store_row(const problem &problem, int64_t token, int lane,
+                                          const lane_row<T, EXPERTS> &g) {
     T *row = reinterpret_cast<T *>(problem.logits) + token * problem.logits_stride;
 #pragma unroll
-    for (int i = 0; i < EXPERTS; i += GROUP) {
-        int expert = expert_of(lane, i);
-        group four;
-#pragma unroll
-        for (int j = 0; j < GROUP; j++)
-            four.value[j] = g[i + j];
-        if (expert < problem.logits_stride)
-            *reinterpret_cast<group *>(row + expert) = four;
-    }
+    for (int i = 0; i < EXPERTS; i += GROUP)
+        if (expert_of(lane, i) < problem.logits_stride)
+            *reinterpret_cast<typename lane_row<T, EXPERTS>::group *>(row + expert_of(lane, i)) = g.groups[i / GROUP];
     if (!problem.grad_logits.data)
         return;
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
         if (expert_of(lane, i) < problem.experts)
-            store_element(problem.grad_logits, token, expert_of(lane, i), to_float(g[i]));
+            store_element(problem.grad_logits, token, expert_of(lane, i), g[i]);
 }
 
-/* A token's slots: lane l has slots l and l + 32. Empty and invalid slots are -1; the invalid are counted. */
-struct slots {
-    int id[SLOTS_A_LANE];
+/* A token's slots: lane l has slots l and, where there are more than 32, l + 32. Empty and invalid slots are -1; the
+ * invalid are counted. */
+template <int SLOTS>
+struct raw_ids {
+    int low[SLOTS], high[SLOTS];
 };
 
-__device__ __forceinline__ slots load_slots(const problem &problem, int64_t token, int lane) {
-    slots result;
+template <int SLOTS>
+__device__ __forceinline__ void load_ids(raw_ids<SLOTS> &raw, const problem &problem, int64_t token, int lane) {
     const char *row = problem.ids + token * problem.ids_stride;
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++) {
-        int slot = lane + i * WARP;
-        int64_t id = -1;
-        if (slot < problem.top_k)
-            id = problem.wide_ids ? reinterpret_cast<const int64_t *>(row)[slot]
-                                  : reinterpret_cast<const int32_t *>(row)[slot];
-        bool valid = id >= 0 && id < problem.experts;
-        if (!valid && id != -1 && problem.invalid_ids)
-            atomicAdd(problem.invalid_ids, 1);
-        result.id[i] = valid ? static_cast<int>(id) : -1;
+    for (int i = 0; i < SLOTS; i++) {
+        const int slot = lane + i * WARP;
+        raw.low[i] = raw.high[i] = -1;
+        if (slot < problem.top_k && problem.wide_ids) {
+            const int2 id = reinterpret_cast<const int2 *>(row)[slot];
+            raw.low[i] = id.x, raw.high[i] = id.y;
+        } else if (slot < problem.top_k) {
+            raw.low[i] = reinterpret_cast<const int *>(row)[slot];
+        }
     }
-    return result;
 }
 
-template <typename T>
-__device__ __forceinline__ void load_of_slots(float (&values)[SLOTS_A_LANE], const rows &rows, int64_t token, int lane,
+template <int SLOTS>
+__device__ __forceinline__ void check_ids(int (&ids)[SLOTS], const raw_ids<SLOTS> &raw, const problem &problem) {
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+        const int high = problem.wide_ids ? raw.high[i] : raw.low[i] < 0 ? -1 : 0;
+        const bool valid = high == 0 && raw.low[i] >= 0 && raw.low[i] < problem.experts;
+        if (!valid && !(high == -1 && raw.low[i] == -1) && problem.invalid_ids)
+            atomicAdd(problem.invalid_ids, 1);
+        ids[i] = valid ? raw.low[i] : -1;
+    }
+}
+
+template <typename T, int SLOTS>
+__device__ __forceinline__ void load_of_slots(T (&values)[SLOTS], const rows &rows, int64_t token, int lane,
                                               int top_k) {
     const T *row = reinterpret_cast<const T *>(rows.data) + token * rows.stride;
+    memset(values, 0, sizeof values);
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++)
-        values[i] = lane + i * WARP < top_k ? to_float(row[lane + i * WARP]) : 0.0f;
+    for (int i = 0; i < SLOTS; i++)
+        if (lane + i * WARP < top_k)
+            values[i] = row[lane + i * WARP];
 }
 
-__device__ __forceinline__ bool any_live(const slots &slots) {
-    return __any_sync(ALL_LANES, slots.id[0] >= 0 || slots.id[1] >= 0);
-}
-
-/* The value of slot k, from the lane that has it. */
 template <typename V>
-__device__ __forceinline__ V of_slot(const V (&values)[SLOTS_A_LANE], int k) {
-    return __shfl_sync(ALL_LANES, k < WARP ? values[0] : values[1], k % WARP);
-}
-
-__device__ __forceinline__ double warp_sum(double value) {
+__device__ __forceinline__ V warp_sum(V value) {
 #pragma unroll
     for (int offset = WARP / 2; offset > 0; offset /= 2)
         value += __shfl_xor_sync(ALL_LANES, value, offset);
     return value;
 }
 
-/* v of the lane's slots: the gradients of the chosen probabilities. */
-template <typename T>
-__device__ __forceinline__ void softmax_slots(const problem &problem, int64_t token, int lane, const slots &slots,
-                                              const float (&g)[SLOTS_A_LANE], float z, float (&v)[SLOTS_A_LANE]) {
-    bool normalized = problem.sum.data != nullptr;
-    const float *p = reinterpret_cast<const float *>(problem.probs.data) + token * problem.probs.stride;
-    float q[SLOTS_A_LANE], m[SLOTS_A_LANE];
+/* Whether no id repeats among 32 slots: a lane finds its own number where it wrote it. */
+template <int SLOTS>
+__device__ __forceinline__ bool all_distinct(float *row, const int (&ids)[SLOTS], int lane) {
+    int *marks = reinterpret_cast<int *>(row);
+    bool own = true;
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++) {
-        int64_t id = slots.id[i], slot = lane + i * WARP;
-        m[i] = q[i] = 0;
-        if (id >= 0 && problem.mask.data)
-            m[i] = to_float(reinterpret_cast<const T *>(
-                problem.mask.data)[id * problem.mask_expert + slot * problem.mask_slot + token * problem.mask_token]);
-        if (id >= 0 && normalized)
-            q[i] = p[id];
+    for (int i = 0; i < SLOTS; i++) {
+        if (ids[i] >= 0)
+            marks[ids[i]] = lane;
+        __syncwarp();
+        own = own && (ids[i] < 0 || marks[ids[i]] == lane);
+        __syncwarp();
     }
-    double c = 0;
-    if (normalized) {
+    return __all_sync(ALL_LANES, own);
+}
+
+/* For each live slot, in ascending order where ids repeat: row[id] = add(row[id], value). Before and after, the warp
+ * sees what its lanes have written. */
+template <int SLOTS, typename Add>
+__device__ __forceinline__ void scatter(float *row, const int (&ids)[SLOTS], const float (&values)[SLOTS],
+                                        bool distinct, int lane, Add add) {
+    __syncwarp();
 #pragma unroll
-        for (int i = 0; i < SLOTS_A_LANE; i++)
-            if (slots.id[i] >= 0)
-                c += static_cast<double>(g[i]) * (static_cast<double>(q[i]) / static_cast<double>(z));
-        c = warp_sum(c);
-    }
+    for (int i = 0; i < SLOTS; i++)
+        if (distinct) {
+            if (ids[i] >= 0)
+                row[ids[i]] = add(row[ids[i]], values[i]);
+            __syncwarp();
+        } else {
+#pragma unroll 1
+            for (int turn = 0; turn < WARP; turn++) {
+                if (turn == lane && ids[i] >= 0)
+                    row[ids[i]] = add(row[ids[i]], values[i]);
+                __syncwarp();
+            }
+        }
+}
+
+/* A lane's experts of a row in shared memory. */
+template <typename V, int EXPERTS>
+__device__ __forceinline__ void to_shared(float *row, const lane_row<V, EXPERTS> &values, int lane) {
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++) {
-        double own = normalized ? (static_cast<double>(g[i]) - c) / static_cast<double>(z) : static_cast<double>(g[i]);
-        v[i] = slots.id[i] >= 0 ? static_cast<float>(own + static_cast<double>(m[i])) : 0.0f;
+    for (int i = 0; i < EXPERTS; i += GROUP)
+        *reinterpret_cast<float4 *>(row + expert_of(lane, i)) =
+            make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
+}
+
+template <int EXPERTS>
+__device__ __forceinline__ void from_shared(float (&values)[EXPERTS], const float *row, int lane) {
+#pragma unroll
+    for (int i = 0; i < EXPERTS; i += GROUP) {
+        const float4 four = *reinterpret_cast<const float4 *>(row + expert_of(lane, i));
+        values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
     }
 }
 
-template <typename T, int EXPERTS>
-__device__ __forceinline__ void softmax_row(const problem &problem, int64_t token, int lane, bool vector) {
-    float p[EXPERTS], d[EXPERTS], g[SLOTS_A_LANE], v[SLOTS_A_LANE];
-    slots slots = load_slots(problem, token, lane);
-    load_of_slots<T>(g, problem.incoming, token, lane, problem.top_k);
-    load_row<float>(p, problem.probs, token, problem.experts, lane, vector);
-    if (problem.direct.data)
-        load_row<T>(d, problem.direct, token, problem.experts, lane, vector);
-    else
+/* v of the lane's slots: the gradients of the chosen probabilities. */
+template <typename T, int SLOTS>
+__device__ __forceinline__ void softmax_slots(const problem &problem, int64_t token, int lane, const int (&ids)[SLOTS],
+                                              const T (&incoming)[SLOTS], float z, float (&v)[SLOTS]) {
+    const bool normalized = problem.sum.data != nullptr;
+    const float *p = reinterpret_cast<const float *>(problem.probs.data) + token * problem.probs.stride;
+    float q[SLOTS], g[SLOTS], c = 0;
+    T m[SLOTS];
+    memset(m, 0, sizeof m);
 #pragma unroll
-        for (int i = 0; i < EXPERTS; i++)
-            d[i] = 0;
-    float z = 1;
-    if (problem.sum.data && any_live(slots))
-        z = *(reinterpret_cast<const float *>(problem.sum.data) + token * problem.sum.stride);
-    softmax_slots<T>(problem, token, lane, slots, g, z, v);
-    for (int k = 0; k < problem.top_k; k++) {
-        int id = of_slot(slots.id, k);
-        float value = of_slot(v, k);
-#pragma unroll
-        for (int i = 0; i < EXPERTS; i++)
-            if (id == expert_of(lane, i))
-                d[i] += value;
+    for (int i = 0; i < SLOTS; i++) {
+        const int64_t id = ids[i], slot = lane + i * WARP;
+        q[i] = 0;
+        if (id >= 0 && problem.mask.data)
+            m[i] = reinterpret_cast<const T *>(
+                problem.mask.data)[id * problem.mask_expert + slot * problem.mask_slot + token * problem.mask_token];
+        if (id >= 0 && normalized)
+            q[i] = p[id];
     }
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+        g[i] = to_float(incoming[i]);
+    if (normalized) {
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++)
+            if (ids[i] >= 0)
+                c = __fadd_rn(c, __fmul_rn(g[i], __fdiv_rn(q[i], z)));
+        c = warp_sum(c);
+    }
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+        v[i] = __fadd_rn(normalized ? __fdiv_rn(__fsub_rn(g[i], c), z) : g[i], to_float(m[i]));
+}
+
+template <typename T, int EXPERTS, int SLOTS>
+__device__ __forceinline__ void softmax_row(const problem &problem, int64_t token, int lane, bool vector, float *row) {
+    raw_ids<SLOTS> raw;
+    lane_row<float, EXPERTS> p;
+    lane_row<T, EXPERTS> direct, result;
+    T g[SLOTS];
+    float d[EXPERTS], v[SLOTS], z = 1;
+    int ids[SLOTS];
+    load_ids(raw, problem, token, lane);
+    load_row(p, problem.probs, token, problem.experts, lane, vector);
+    direct.clear();
+    if (problem.direct.data)
+        load_row(direct, problem.direct, token, problem.experts, lane, vector);
+    load_of_slots(g, problem.incoming, token, lane, problem.top_k);
+    if (problem.sum.data)
+        z = *(reinterpret_cast<const float *>(problem.sum.data) + token * problem.sum.stride);
+    check_ids(ids, raw, problem);
+    const bool distinct = all_distinct(row, ids, lane);
+    softmax_slots(problem, token, lane, ids, g, z, v);
+    to_shared(row, direct, lane);
+    scatter(row, ids, v, distinct, lane, [](float sum, float value) { return __fadd_rn(sum, value); });
+    from_shared(d, row, lane);
     double dot = 0;
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
         dot += static_cast<double>(d[i]) * static_cast<double>(p[i]);
-    dot = warp_sum(dot);
-    T result[EXPERTS];
+    const float mean = static_cast<float>(warp_sum(dot));
+    result.clear();
 #pragma unroll
-    for (int i = 0; i < EXPERTS; i++) {
-        float g = static_cast<float>(static_cast<double>(p[i]) * (static_cast<double>(d[i]) - dot));
-        result[i] = from_float<T>(expert_of(lane, i) < problem.experts ? g : 0.0f);
-    }
+    for (int i = 0; i < EXPERTS; i++)
+        result.set(i,
+                   from_float<T>(expert_of(lane, i) < problem.experts ? __fmul_rn(p[i], __fsub_rn(d[i], mean)) : 0.0f));
     store_row(problem, token, lane, result);
 }
 
@@ -199,91 +275,119 @@ __device__ __forceinline__ float rounded(float value) {
     return to_float(from_float<T>(value));
 }
 
-template <typename T, int EXPERTS>
-__device__ __forceinline__ void sigmoid_row(const problem &problem, int64_t token, int lane, bool vector) {
-    float s[EXPERTS], d[EXPERTS], a[SLOTS_A_LANE], w[SLOTS_A_LANE], u[SLOTS_A_LANE], c = 0;
-    slots slots = load_slots(problem, token, lane);
-    load_of_slots<T>(a, problem.incoming, token, lane, problem.top_k);
-    load_of_slots<T>(w, problem.normalized, token, lane, problem.top_k);
-    load_row<T>(s, problem.scores, token, problem.experts, lane, vector);
-    float z = 1;
-    if (any_live(slots))
-        z = to_float(*(reinterpret_cast<const T *>(problem.denominator.data) + token * problem.denominator.stride));
+/* The chosen experts' G is worked out by their slots' lanes. */
+template <typename T, int EXPERTS, int SLOTS>
+__device__ __forceinline__ void sigmoid_row(const problem &problem, int64_t token, int lane, bool vector, float *row) {
+    raw_ids<SLOTS> raw;
+    lane_row<T, EXPERTS> scores, result;
+    T g[SLOTS], w[SLOTS], z;
+    float s[SLOTS], u[SLOTS], terms[SLOTS], dense[EXPERTS], c = 0;
+    int ids[SLOTS];
+    load_ids(raw, problem, token, lane);
+    load_row(scores, problem.scores, token, problem.experts, lane, vector);
+    load_of_slots(g, problem.incoming, token, lane, problem.top_k);
+    load_of_slots(w, problem.normalized, token, lane, problem.top_k);
+    z = *(reinterpret_cast<const T *>(problem.denominator.data) + token * problem.denominator.stride);
+    check_ids(ids, raw, problem);
+    const bool distinct = all_distinct(row, ids, lane);
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++) {
-        a[i] = rounded<T>(__fmul_rn(a[i], problem.scaling));
-        w[i] = rounded<T>(__fmul_rn(a[i], w[i]));
+    for (int i = 0; i < SLOTS; i++) {
+        u[i] = rounded<T>(__fmul_rn(to_float(g[i]), problem.scaling));
+        terms[i] = ids[i] >= 0 ? rounded<T>(__fmul_rn(u[i], to_float(w[i]))) : 0.0f;
     }
-    for (int k = 0; k < problem.top_k; k++) {
-        float term = of_slot(w, k);
-        if (of_slot(slots.id, k) >= 0)
-            c = __fadd_rn(c, term);
-    }
+    /* In ascending k; an empty slot's zero changes nothing. */
+    for (int k = 0; k < problem.top_k; k++)
+        c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP));
     c = rounded<T>(c);
+    to_shared(row, scores, lane);
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < SLOTS_A_LANE; i++)
-        u[i] = rounded<T>(__fdiv_rn(rounded<T>(__fsub_rn(a[i], c)), z));
-    unsigned chosen = 0; /* bit i: the lane's expert i */
+    for (int i = 0; i < SLOTS; i++) {
+        u[i] = rounded<T>(__fdiv_rn(rounded<T>(__fsub_rn(u[i], c)), to_float(z)));
+        s[i] = ids[i] >= 0 ? row[ids[i]] : 0.0f;
+    }
+    __syncwarp();
+    result.clear();
+    to_shared(row, result, lane);
+    scatter(row, ids, u, distinct, lane, [](float sum, float value) { return rounded<T>(__fadd_rn(sum, value)); });
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+        if (ids[i] >= 0)
+            u[i] = __fmul_rn(rounded<T>(__fmul_rn(row[ids[i]], s[i])), rounded<T>(__fsub_rn(1.0f, s[i])));
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+        if (ids[i] >= 0)
+            row[ids[i]] = u[i];
+    __syncwarp();
+    from_shared(dense, row, lane);
+    result.clear();
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
-        d[i] = 0;
-    for (int k = 0; k < problem.top_k; k++) {
-        int id = of_slot(slots.id, k);
-        float value = of_slot(u, k);
-#pragma unroll
-        for (int i = 0; i < EXPERTS; i++)
-            if (id == expert_of(lane, i)) {
-                d[i] = rounded<T>(__fadd_rn(d[i], value));
-                chosen |= 1u << i;
-            }
-    }
-    T result[EXPERTS];
-#pragma unroll
-    for (int i = 0; i < EXPERTS; i++) {
-        float g = __fmul_rn(rounded<T>(__fmul_rn(d[i], s[i])), rounded<T>(__fsub_rn(1.0f, s[i])));
-        result[i] = from_float<T>(chosen >> i & 1 ? g : 0.0f);
-    }
+        result.set(i, from_float<T>(dense[i]));
     store_row(problem, token, lane, result);
 }
 
-enum { WARPS = 4 };
+/* Rows of more than 512 experts leave room for fewer warps. */
+template <int EXPERTS>
+constexpr int warps_of = EXPERTS > 16 ? 4 : 8;
 
-template <typename T, int EXPERTS, bool SOFTMAX>
-__global__ void __launch_bounds__(WARPS *WARP) logits_kernel(const __grid_constant__ problem problem, bool vector) {
+template <typename T, int EXPERTS, int SLOTS, bool SOFTMAX>
+__global__ void __launch_bounds__(warps_of<EXPERTS> *WARP)
+    logits_kernel(const __grid_constant__ problem problem, bool vector) {
+    __shared__ __align__(16) float rows[warps_of<EXPERTS>][EXPERTS * WARP];
     allow_next_kernel();
-    int lane = threadIdx.x % WARP;
-    int64_t token = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * warps_of<EXPERTS> + warp;
     if (token >= problem.tokens)
         return;
     if (SOFTMAX)
-        softmax_row<T, EXPERTS>(problem, token, lane, vector);
+        softmax_row<T, EXPERTS, SLOTS>(problem, token, lane, vector, rows[warp]);
     else
-        sigmoid_row<T, EXPERTS>(problem, token, lane, vector);
+        sigmoid_row<T, EXPERTS, SLOTS>(problem, token, lane, vector, rows[warp]);
+}
+
+template <typename T, int EXPERTS, int SLOTS, bool SOFTMAX>
+cudaError_t launch_with(const problem &problem, bool vector, cudaStream_t stream) {
+    auto kernel = logits_kernel<T, EXPERTS, SLOTS, SOFTMAX>;
+    /* The products want much shared memory and start beside this kernel only where it is set aside already; a large
+     * batch does better with the cache. */
+    const bool few = problem.tokens <= MOST_RESIDENT / 2 * attribute(cudaDevAttrMultiProcessorCount);
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                             few ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
+    if (error != cudaSuccess)
+        return error;
+    const int64_t blocks = (problem.tokens + warps_of<EXPERTS> - 1) / warps_of<EXPERTS>;
+    kernel<<<static_cast<unsigned>(blocks), warps_of<EXPERTS> * WARP, 0, stream>>>(problem, vector);
+    return cudaGetLastError();
+}
+
+template <typename T, int EXPERTS, int SLOTS>
+cudaError_t launch_of(const problem &problem, cudaStream_t stream) {
+    if (problem.operation == MOER_SIGMOID_TOPK_BACKWARD)
+        return launch_with<T, EXPERTS, SLOTS, false>(problem, in_groups<T>(problem.scores, problem.experts), stream);
+    return launch_with<T, EXPERTS, SLOTS, true>(
+        problem,
+        in_groups<float>(problem.probs, problem.experts) &&
+            (!problem.direct.data || in_groups<T>(problem.direct, problem.experts)),
+        stream);
 }
 
 template <typename T, int EXPERTS>
-void launch_for(const problem &problem, cudaStream_t stream) {
-    auto blocks = static_cast<unsigned>((problem.tokens + WARPS - 1) / WARPS);
-    if (problem.operation == MOER_SOFTMAX_TOPK_BACKWARD) {
-        bool vector = in_groups<float>(problem.probs, problem.experts) &&
-                      (!problem.direct.data || in_groups<T>(problem.direct, problem.experts));
-        logits_kernel<T, EXPERTS, true><<<blocks, WARPS * WARP, 0, stream>>>(problem, vector);
-    } else {
-        bool vector = in_groups<T>(problem.scores, problem.experts);
-        logits_kernel<T, EXPERTS, false><<<blocks, WARPS * WARP, 0, stream>>>(problem, vector);
-    }
+cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
+    return problem.top_k <= WARP ? launch_of<T, EXPERTS, 1>(problem, stream)
+                                 : launch_of<T, EXPERTS, 2>(problem, stream); /* 64 */
 }
 
 template <typename T>
-void launch(const problem &problem, cudaStream_t stream) {
+cudaError_t launch(const problem &problem, cudaStream_t stream) {
     if (problem.experts <= GROUP_STRIDE)
-        launch_for<T, GROUP>(problem, stream);
-    else if (problem.experts <= 2 * GROUP_STRIDE)
-        launch_for<T, 2 * GROUP>(problem, stream);
-    else if (problem.experts <= 4 * GROUP_STRIDE)
-        launch_for<T, 4 * GROUP>(problem, stream);
-    else
-        launch_for<T, 8 * GROUP>(problem, stream); /* 1024 */
+        return launch_for<T, GROUP>(problem, stream);
+    if (problem.experts <= 2 * GROUP_STRIDE)
+        return launch_for<T, 2 * GROUP>(problem, stream);
+    if (problem.experts <= 4 * GROUP_STRIDE)
+        return launch_for<T, 4 * GROUP>(problem, stream);
+    return launch_for<T, 8 * GROUP>(problem, stream); /* 1024 */
 }
 
 } // namespace
@@ -291,14 +395,10 @@ void launch(const problem &problem, cudaStream_t stream) {
 cudaError_t launch_logits(const problem &problem, cudaStream_t stream) {
     switch (problem.weight.type) {
     case BF16:
-        launch<__nv_bfloat16>(problem, stream);
-        break;
+        return launch<__nv_bfloat16>(problem, stream);
     case F16:
-        launch<__half>(problem, stream);
-        break;
-    case F32:
-        launch<float>(problem, stream);
-        break;
+        return launch<__half>(problem, stream);
+    default:
+        return launch<float>(problem, stream);
     }
-    return cudaGetLastError();
 }

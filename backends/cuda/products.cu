@@ -1,24 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Both products of an operation in one launch, for every architecture from sm_80, and the reduction of the second.
  *
- *     grad_hidden_states   tiles of 128 tokens x 128 columns, terms over the experts:  A = G, rows of terms
- *     weight gradient      tiles of 64 experts x 128 columns, terms over a split of the tokens:  A = G^T, whose terms
- * are the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
+ *     grad_hidden_states   tiles of 128 tokens x 128 columns, terms over the experts:  A = G, rows of terms. A block
+ * takes a run of tiles, one below the other, so that its columns of the gate stay in shared memory
+ *     weight gradient      tiles of 64, 128 or 160 experts x 128 columns, terms over a split of the tokens:  A = G^T,
+ * whose terms are the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
  *
  * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of
- * 4 warps, 2 x 2 over the tile, takes 32 terms at a time from a ring of STAGES buffers that cp.async fills; chunks of
- * 16 bytes are XORed with their row's number so that ldmatrix meets no bank twice. B does not depend on the kernel
- * before, so it is on its way while that one ends. Budget: 64 KB of shared memory and 256 registers a thread, two
- * blocks to a multiprocessor. float32 operands go through the same ring into fused multiply-adds.
+ * 4 warps, 2 x 2 over the tile, takes 64 terms at a time from a ring of buffers that cp.async fills, across the tiles
+ * of a run without a stop. A row's chunks of 16 bytes are XORed with its number so that ldmatrix meets no bank twice. B
+ * does not depend on the kernel before, so it is on its way while that one ends. Budget: 113 KB of shared memory and
+ * 256 registers a thread, two blocks to a multiprocessor; 80 (64 x 64 warps) bytes of shared memory a clock at the full
+ * rate of mma.sync. float32 operands go through the same ring into fused multiply-adds.
  *
  * Splits depend on the number of tokens alone, and a tile's terms are added in ascending order wherever it lies: the
  * bits of a row of grad_hidden_states depend on that token alone. */
 #include "common.cuh"
 #include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
-enum { THREADS = 128, WARP = 32, WARPS_ACROSS = 2, COLUMNS = 128, STAGES = 4, CHUNK_BYTES = 16 };
+enum { THREADS = 128, WARP = 32, COLUMNS = TILE_COLUMNS, HIDDEN_ROWS = 128, CHUNK_BYTES = 16, STEP_BYTES = 128 };
+
+template <typename T>
+constexpr bool is_16_bit = sizeof(T) == 2;
+
+/* Terms of a step. */
+template <typename T>
+constexpr int step_of = STEP_BYTES / sizeof(T);
 
 /* Where a tile's operands are and how much of them there is. */
 struct operand {
@@ -29,124 +39,176 @@ struct operand {
     bool aligned;     /* rows begin at multiples of 16 bytes */
 };
 
-/* A block of rows x WIDTH elements in shared memory: where element (row, column) lies. */
-template <typename T, int WIDTH>
+/* A block in shared memory is panels side by side, each ROWS x PANEL bytes: A's of 64 bytes, B's of 128, since A's
+ * widths are multiples of 32 elements only. This is where an element lies, in bytes; rows 8 apart look the same. */
+enum { A_PANEL = 64, B_PANEL = 128 };
+
+template <typename T, int ROWS, int PANEL>
 __device__ __forceinline__ int swizzled(int row, int column) {
-    constexpr int elements = CHUNK_BYTES / sizeof(T), chunks = WIDTH / elements;
-    /* A row shorter than 128 bytes shares its banks with its neighbours. */
-    constexpr int rows_a_line = chunks >= 8 ? 1 : 8 / chunks;
-    int chunk = column / elements ^ row / rows_a_line % (chunks < 8 ? chunks : 8);
-    return row * WIDTH + chunk * elements + column % elements;
+    constexpr int chunks = PANEL / CHUNK_BYTES, rows_a_line = 128 / PANEL;
+    int byte = column * static_cast<int>(sizeof(T));
+    int chunk = byte % PANEL / CHUNK_BYTES ^ row / rows_a_line % chunks;
+    return byte / PANEL * ROWS * PANEL + row * PANEL + chunk * CHUNK_BYTES + byte % CHUNK_BYTES;
+}
+
+/* A thread's chunks of a block of which so many rows and columns exist, from its first chunk on. */
+template <typename T>
+__device__ __noinline__ void load_partly(uint32_t to, const T *from, int64_t round_step, int rows, int columns,
+                                         bool aligned, int rounds, int panels, int round, int panel_width,
+                                         int round_bytes, int panel_bytes) {
+    constexpr int elements = CHUNK_BYTES / sizeof(T);
+#pragma unroll 1
+    for (int i = 0; i < rounds; i++)
+#pragma unroll 1
+        for (int j = 0; j < panels; j++) {
+            int count = i * round < rows ? columns - j * panel_width : 0;
+            count = count < 0 ? 0 : count < elements ? count : elements;
+            const T *chunk = from + i * round_step + j * panel_width;
+            const uint32_t chunk_to = to + i * round_bytes + j * panel_bytes;
+            if (aligned)
+                copy_async(chunk_to, chunk, count * static_cast<int>(sizeof(T)));
+            else
+#pragma unroll 1
+                for (int k = 0; k < elements; k++)
+                    store_shared(chunk_to + k * sizeof(T), k < count ? chunk[k] : T(0.0f));
+        }
 }
 
 /* Loads ROWS x WIDTH blocks of an operand, one after the other down its rows (DOWN) or along them. A thread has the
- * same chunks of every block, so that addresses and limits are worked out once. */
-template <typename T, int ROWS, int WIDTH, bool DOWN>
+ * same chunks of every block. */
+template <typename T, int ROWS, int WIDTH, int PANEL, bool DOWN>
 class loader {
-    static constexpr int ELEMENTS = CHUNK_BYTES / sizeof(T), CHUNKS_A_ROW = WIDTH / ELEMENTS;
-    static constexpr int COUNT = ROWS * CHUNKS_A_ROW / THREADS, ROW_STEP = THREADS / CHUNKS_A_ROW;
+    static constexpr int ELEMENTS = CHUNK_BYTES / sizeof(T), PANEL_WIDTH = PANEL / sizeof(T);
+    static constexpr int PANELS = WIDTH / PANEL_WIDTH, CHUNKS = PANEL / CHUNK_BYTES;
+    static constexpr int ROUND = THREADS / CHUNKS, ROUNDS = ROWS / ROUND;
+    static_assert(ROUND % 8 == 0 && ROWS % ROUND == 0 && WIDTH % PANEL_WIDTH == 0, "whole rounds of whole swizzles");
     const T *source;
-    int64_t row_step;
-    int rows_left, columns_left, offsets[COUNT];
+    int64_t round_step;
+    int rows, columns; /* that exist, from the block on */
     bool aligned;
 
-    static __device__ __forceinline__ int offset(int i) {
-        return swizzled<T, WIDTH>(threadIdx.x / CHUNKS_A_ROW + i * ROW_STEP, threadIdx.x % CHUNKS_A_ROW * ELEMENTS);
+    static __device__ __forceinline__ int row() {
+        return threadIdx.x / CHUNKS;
+    }
+    static __device__ __forceinline__ int column() {
+        return threadIdx.x % CHUNKS * ELEMENTS;
     }
 
   public:
-    __device__ __forceinline__ explicit loader(const operand &from) : aligned(from.aligned) {
-        int row = threadIdx.x / CHUNKS_A_ROW, column = threadIdx.x % CHUNKS_A_ROW * ELEMENTS;
-        source = reinterpret_cast<const T *>(from.data) + row * from.stride + column;
-        row_step = ROW_STEP * from.stride;
-        rows_left = static_cast<int>(from.rows < 1 << 30 ? from.rows : 1 << 30) - row;
-        columns_left = static_cast<int>(from.columns < 1 << 30 ? from.columns : 1 << 30) - column;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            offsets[i] = offset(i);
+    __device__ __forceinline__ void seat(const operand &from) {
+        source = reinterpret_cast<const T *>(from.data) + row() * from.stride + column();
+        round_step = ROUND * from.stride;
+        rows = static_cast<int>(from.rows < 1 << 30 ? from.rows : 1 << 30);
+        columns = static_cast<int>(from.columns < 1 << 30 ? from.columns : 1 << 30);
+        aligned = from.aligned;
     }
 
     /* Loads the next block; what does not exist is zero, and its address is not looked at. */
-    __device__ __forceinline__ void next(T *block) {
-        int valid = columns_left < 0 ? 0 : columns_left < ELEMENTS ? columns_left : ELEMENTS;
-        const T *from = source;
-        if (aligned) {
-            uint32_t to = shared_address(block);
+    __device__ __forceinline__ void next(char *block) {
+        const uint32_t to = shared_address(block) + swizzled<T, ROWS, PANEL>(row(), column());
+        if (aligned && rows >= ROWS && columns >= WIDTH) {
+            const T *from = source;
 #pragma unroll
-            for (int i = 0; i < COUNT; i++, from += row_step)
-                copy_async(to + offsets[i] * sizeof(T), from,
-                           i * ROW_STEP < rows_left ? valid * static_cast<int>(sizeof(T)) : 0);
+            for (int i = 0; i < ROUNDS; i++, from += round_step)
+#pragma unroll
+                for (int j = 0; j < PANELS; j++)
+                    copy_async(to + (i * ROUND + j * ROWS) * PANEL, from + j * PANEL_WIDTH);
         } else {
-#pragma unroll 1
-            for (int i = 0; i < COUNT; i++, from += row_step)
-                for (int j = 0; j < ELEMENTS; j++)
-                    block[offset(i) + j] = i * ROW_STEP < rows_left && j < valid ? from[j] : T(0.0f);
+            load_partly(to, source, round_step, rows - row(), columns - column(), aligned, ROUNDS, PANELS, ROUND,
+                        PANEL_WIDTH, ROUND * PANEL, ROWS * PANEL);
         }
         if (DOWN) {
-            source += COUNT * row_step;
-            rows_left -= ROWS;
+            source += ROUNDS * round_step;
+            rows -= ROWS;
         } else {
             source += WIDTH;
-            columns_left -= WIDTH;
+            columns -= WIDTH;
         }
     }
 };
 
-/* The sums of a tile, as the threads have them, and how a step of terms is added: by tensor cores for 16-bit types. */
+/* The sums of a tile, as the threads have them, and how terms are added. publish() comes between the arrival of a step
+ * and the barrier. Here: 16-bit types, by tensor cores of every architecture. */
 template <typename T, int ROWS, bool TERMS_ARE_ROWS>
 struct tile {
-    static constexpr int STEP = 32, WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / WARPS_ACROSS;
+    static constexpr int STEP = step_of<T>, WARP_ROWS = ROWS / 2, WARP_COLUMNS = COLUMNS / 2;
     static constexpr int DOWN = WARP_ROWS / 16, ACROSS = WARP_COLUMNS / 8;
+    /* Bytes from 16 terms, or 16 rows, to the next. */
+    static constexpr int A_GROUP = 16 * A_PANEL, B_GROUP = 16 * B_PANEL;
+    static constexpr int GROUPS_A_PANEL = A_PANEL / sizeof(T) / 16;
+    static __device__ constexpr bool pairs_below() {
+        return false;
+    }
     float sums[DOWN][ACROSS][4];
 
+    static __device__ constexpr int row_step() {
+        return 16;
+    }
     static __device__ __forceinline__ int first_row() {
-        return threadIdx.x / WARP / WARPS_ACROSS * WARP_ROWS;
+        return threadIdx.x / WARP / 2 * WARP_ROWS;
     }
     static __device__ __forceinline__ int first_column() {
-        return threadIdx.x / WARP % WARPS_ACROSS * WARP_COLUMNS;
+        return threadIdx.x / WARP % 2 * WARP_COLUMNS;
     }
 
     /* Where the lane's rows of 8 x 8 matrices begin, in bytes from the beginning of a block: of A by 16 rows of the
-     * tile, or by 16 terms where the rows of A are the tile's; of B by 16 columns. */
-    uint32_t left_offsets[TERMS_ARE_ROWS ? DOWN : STEP / 16], right_offsets[ACROSS / 2];
+     * tile where its terms are rows, otherwise by 16 terms of a panel; of B by 16 columns. */
+    int left_offsets[TERMS_ARE_ROWS ? DOWN : GROUPS_A_PANEL], right_offsets[ACROSS / 2];
 
     __device__ __forceinline__ tile() {
         int lane = threadIdx.x % WARP, matrix = lane / 8, row = lane % 8;
-        memset(sums, 0, sizeof sums);
+        clear();
 #pragma unroll
-        for (int i = 0; i < (TERMS_ARE_ROWS ? DOWN : STEP / 16); i++)
+        for (int i = 0; i < (TERMS_ARE_ROWS ? DOWN : GROUPS_A_PANEL); i++)
             left_offsets[i] =
-                sizeof(T) * (TERMS_ARE_ROWS
-                                 ? swizzled<T, ROWS>(row + matrix / 2 * 8, first_row() + 16 * i + matrix % 2 * 8)
-                                 : swizzled<T, STEP>(first_row() + row + matrix % 2 * 8, 16 * i + matrix / 2 * 8));
+                TERMS_ARE_ROWS
+                    ? swizzled<T, STEP, A_PANEL>(row + matrix / 2 * 8, first_row() + 16 * i + matrix % 2 * 8)
+                    : swizzled<T, ROWS, A_PANEL>(first_row() + row + matrix % 2 * 8, 16 * i + matrix / 2 * 8);
 #pragma unroll
         for (int i = 0; i < ACROSS / 2; i++)
             right_offsets[i] =
-                sizeof(T) * swizzled<T, COLUMNS>(row + matrix % 2 * 8, first_column() + 16 * i + matrix / 2 * 8);
+                swizzled<T, STEP, B_PANEL>(row + matrix % 2 * 8, first_column() + 16 * i + matrix / 2 * 8);
     }
 
-    /* 16 rows further on a swizzled block looks the same. */
-    __device__ __forceinline__ void add(const T *a, const T *b) {
-        uint32_t from_a = shared_address(a), from_b = shared_address(b);
+    __device__ __forceinline__ void clear() {
+        memset(sums, 0, sizeof sums);
+    }
+
+    /* Adds the first GROUPS times 16 terms of a step. */
+    template <int GROUPS>
+    __device__ __forceinline__ void add_groups(uint32_t a, uint32_t b) {
 #pragma unroll
-        for (int term = 0; term < STEP; term += 16) {
-            uint32_t left[DOWN][4], right[ACROSS / 2][4];
+        for (int group = 0; group < GROUPS; group++) {
+            uint32_t left[DOWN][4];
 #pragma unroll
             for (int i = 0; i < DOWN; i++)
                 if (TERMS_ARE_ROWS)
-                    load_matrices_transposed(left[i], from_a + left_offsets[i] + term * ROWS * sizeof(T));
+                    load_matrices_transposed(left[i], a + left_offsets[i] + group * A_GROUP);
                 else
-                    load_matrices(left[i], from_a + left_offsets[term / 16] + 16 * i * STEP * sizeof(T));
+                    load_matrices(left[i], a + left_offsets[group % GROUPS_A_PANEL] + i * A_GROUP +
+                                               group / GROUPS_A_PANEL * ROWS * A_PANEL);
 #pragma unroll
-            for (int i = 0; i < ACROSS / 2; i++)
-                load_matrices_transposed(right[i], from_b + right_offsets[i] + term * COLUMNS * sizeof(T));
+            for (int j = 0; j < ACROSS / 2; j++) {
+                uint32_t right[4];
+                load_matrices_transposed(right, b + right_offsets[j] + group * B_GROUP);
 #pragma unroll
-            for (int i = 0; i < DOWN; i++)
-#pragma unroll
-                for (int j = 0; j < ACROSS; j++)
-                    multiply(sums[i][j], left[i], right[j / 2][j % 2 * 2], right[j / 2][j % 2 * 2 + 1], T());
+                for (int i = 0; i < DOWN; i++) {
+                    multiply(sums[i][2 * j], left[i], right[0], right[1], T());
+                    multiply(sums[i][2 * j + 1], left[i], right[2], right[3], T());
+                }
+            }
         }
     }
+
+    /* Adds a step of which the first so many terms exist; the others are zero. */
+    __device__ __forceinline__ void add(const char *a, const char *b, int terms) {
+        if (terms > STEP / 2)
+            add_groups<STEP / 16>(shared_address(a), shared_address(b));
+        else
+            add_groups<STEP / 32>(shared_address(a), shared_address(b));
+    }
+
+    __device__ __forceinline__ void publish() const {}
 
     /* Hands pairs of neighbouring sums to visit(row, column, first, second). */
     template <typename Visit>
@@ -166,25 +228,34 @@ struct tile {
 /* float32: a thread has ROWS / 8 rows, 8 apart, and 4 pairs of columns, 32 apart. */
 template <int ROWS, bool TERMS_ARE_ROWS>
 struct tile<float, ROWS, TERMS_ARE_ROWS> {
-    static constexpr int STEP = 16, DOWN = ROWS / 8, ACROSS = 4;
+    static constexpr int STEP = step_of<float>, DOWN = ROWS / 8, ACROSS = 4;
+    static __device__ constexpr bool pairs_below() {
+        return false;
+    }
     float sums[DOWN][ACROSS][2];
 
     __device__ __forceinline__ tile() {
+        clear();
+    }
+
+    __device__ __forceinline__ void clear() {
         memset(sums, 0, sizeof sums);
     }
 
-    __device__ __forceinline__ void add(const float *a, const float *b) {
+    __device__ __forceinline__ void add(const char *a, const char *b, int terms) {
         int down = threadIdx.x / 16, across = threadIdx.x % 16 * 2;
 #pragma unroll 2
         for (int term = 0; term < STEP; term++) {
             float left[DOWN];
 #pragma unroll
             for (int i = 0; i < DOWN; i++)
-                left[i] = TERMS_ARE_ROWS ? a[swizzled<float, ROWS>(term, down + 8 * i)]
-                                         : a[swizzled<float, STEP>(down + 8 * i, term)];
+                left[i] = *reinterpret_cast<const float *>(
+                    a + (TERMS_ARE_ROWS ? swizzled<float, STEP, A_PANEL>(term, down + 8 * i)
+                                        : swizzled<float, ROWS, A_PANEL>(down + 8 * i, term)));
 #pragma unroll
             for (int j = 0; j < ACROSS; j++) {
-                float2 right = *reinterpret_cast<const float2 *>(b + swizzled<float, COLUMNS>(term, across + 32 * j));
+                float2 right =
+                    *reinterpret_cast<const float2 *>(b + swizzled<float, STEP, B_PANEL>(term, across + 32 * j));
 #pragma unroll
                 for (int i = 0; i < DOWN; i++) {
                     sums[i][j][0] = fmaf(left[i], right.x, sums[i][j][0]);
@@ -193,6 +264,8 @@ struct tile<float, ROWS, TERMS_ARE_ROWS> {
             }
         }
     }
+
+    __device__ __forceinline__ void publish() const {}
 
     template <typename Visit>
     __device__ __forceinline__ void each(Visit visit) const {
@@ -204,147 +277,375 @@ struct tile<float, ROWS, TERMS_ARE_ROWS> {
     }
 };
 
-/* The sums over terms of A's tile times B's: A and B are operands whose first element is the tile's. A is what the
- * kernel before has made, B is an input. */
+template <typename T, int ROWS, bool TERMS_ARE_ROWS, bool ASYNC>
+struct choose {
+    using tile = ::tile<T, ROWS, TERMS_ARE_ROWS>;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* The same by Hopper's wgmma, which reads both operands in shared memory, 64 rows at a time, while the threads load
+ * what comes next. A warp has every 4th 16 rows. */
 template <typename T, int ROWS, bool TERMS_ARE_ROWS>
-__device__ __forceinline__ void multiply_tile(tile<T, ROWS, TERMS_ARE_ROWS> &result, const operand &a, const operand &b,
-                                              int64_t terms, char *shared) {
-    constexpr int STEP = tile<T, ROWS, TERMS_ARE_ROWS>::STEP, A = ROWS * STEP, B = STEP * COLUMNS;
-    loader<T, TERMS_ARE_ROWS ? STEP : ROWS, TERMS_ARE_ROWS ? ROWS : STEP, TERMS_ARE_ROWS> load_a(a);
-    loader<T, STEP, COLUMNS, true> load_b(b);
-    T *ring_a = reinterpret_cast<T *>(shared), *ring_b = ring_a + STAGES * A;
-    int steps = static_cast<int>((terms + STEP - 1) / STEP);
+struct async_tile;
+
+/* Keeps the compiler from moving what it does with the sums across this point: they are written behind its back. */
+template <int DOWN, int ACROSS>
+__device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
 #pragma unroll
-    for (int step = 0; step < STAGES - 1; step++)
-        if (step < steps)
-            load_b.next(ring_b + step * B);
-    wait_for_last_kernel();
-#pragma unroll
-    for (int step = 0; step < STAGES - 1; step++) {
-        if (step < steps)
-            load_a.next(ring_a + step * A);
-        copy_async_commit();
-    }
-    for (int step = 0; step < steps; step++) {
-        copy_async_wait<STAGES - 2>();
-        __syncthreads();
-        int ahead = step + STAGES - 1;
-        if (ahead < steps) { /* into the buffer that the last step has read */
-            load_a.next(ring_a + ahead % STAGES * A);
-            load_b.next(ring_b + ahead % STAGES * B);
-        }
-        copy_async_commit();
-        result.add(ring_a + step % STAGES * A, ring_b + step % STAGES * B);
-    }
-    copy_async_wait<0>();
-    __syncthreads();
+    for (int i = 0; i < DOWN * ACROSS * 4; i++)
+        asm volatile("" : "+f"(sums[i / 4 / ACROSS][i / 4 % ACROSS][i % 4])::"memory");
 }
 
-template <typename T>
-constexpr bool is_16_bit = sizeof(T) == 2;
-enum { HIDDEN_ROWS = 128, WEIGHT_ROWS = 64 };
-template <typename T>
-constexpr int step_of = is_16_bit<T> ? 32 : 16;
-template <typename T>
-constexpr size_t shared_bytes = STAGES *(HIDDEN_ROWS + COLUMNS) * step_of<T> * sizeof(T);
+/* Where the tile's rows are A's. */
+template <typename T, int ROWS>
+struct async_tile<T, ROWS, false> {
+    static constexpr int STEP = step_of<T>, DOWN = ROWS / 64, ACROSS = COLUMNS / 8;
+    static __device__ constexpr bool pairs_below() {
+        return false;
+    }
+    float sums[DOWN][ACROSS][4];
+    int begun = 0;
 
-__device__ bool is_aligned(const rows &rows, int size) {
+    static __device__ constexpr int row_step() {
+        return 64;
+    }
+    static __device__ __forceinline__ int first_row() {
+        return threadIdx.x / WARP * 16;
+    }
+    static __device__ __forceinline__ int first_column() {
+        return 0;
+    }
+    __device__ __forceinline__ void clear() {
+        begun = 0;
+    }
+    __device__ __forceinline__ void publish() const {
+        fence_asynchronous();
+    }
+
+    __device__ __forceinline__ void add(const char *a, const char *b, int terms) {
+        if (terms > STEP / 2)
+            add_groups<STEP / 16>(shared_address(a), shared_address(b));
+        else
+            add_groups<STEP / 32>(shared_address(a), shared_address(b));
+    }
+
+    template <int GROUPS>
+    __device__ __forceinline__ void add_groups(uint32_t a, uint32_t b) {
+        hold(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            const uint64_t right = matrix_at(b + group * 16 * B_PANEL, 8 * B_PANEL, STEP * B_PANEL, SWIZZLE_128);
+#pragma unroll
+            for (int i = 0; i < DOWN; i++)
+                wgmma<false>(sums[i],
+                             matrix_at(a + group / 2 * ROWS * A_PANEL + group % 2 * 32 + i * 64 * A_PANEL, 8 * A_PANEL,
+                                       0, SWIZZLE_64),
+                             right, begun | group, T());
+        }
+        begun = 1;
+        wgmma_commit();
+        wgmma_wait();
+        hold(sums);
+    }
+
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int i = 0; i < DOWN; i++)
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    visit(first_row() + 64 * i + 8 * half + lane / 4, 8 * j + lane % 4 * 2, sums[i][j][2 * half],
+                          sums[i][j][2 * half + 1]);
+    }
+};
+
+/* Where the tile's rows are A's columns: its transpose is worked out, with B's columns as rows, since a product has a
+ * multiple of 64 rows but any multiple of 8 columns. */
+template <typename T, int ROWS>
+struct async_tile<T, ROWS, true> {
+    static constexpr int STEP = step_of<T>, DOWN = COLUMNS / 64, ACROSS = ROWS / 8;
+    static __device__ constexpr bool pairs_below() {
+        return true;
+    }
+    float sums[DOWN][ACROSS][4];
+    int begun = 0;
+
+    __device__ __forceinline__ void clear() {
+        begun = 0;
+    }
+    __device__ __forceinline__ void publish() const {
+        fence_asynchronous();
+    }
+
+    __device__ __forceinline__ void add(const char *a, const char *b, int terms) {
+        if (terms > STEP / 2)
+            add_groups<STEP / 16>(shared_address(a), shared_address(b));
+        else
+            add_groups<STEP / 32>(shared_address(a), shared_address(b));
+    }
+
+    template <int GROUPS>
+    __device__ __forceinline__ void add_groups(uint32_t a, uint32_t b) {
+        hold(sums);
+        wgmma_fence();
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            const uint64_t right = matrix_at(a + group * 16 * A_PANEL, 8 * A_PANEL, STEP * A_PANEL, SWIZZLE_64);
+#pragma unroll
+            for (int i = 0; i < DOWN; i++)
+                wgmma<true>(sums[i],
+                            matrix_at(b + group * 16 * B_PANEL + i * STEP * B_PANEL, 8 * B_PANEL, 0, SWIZZLE_128),
+                            right, begun | group, T());
+        }
+        begun = 1;
+        wgmma_commit();
+        wgmma_wait();
+        hold(sums);
+    }
+
+    /* Pairs of sums below one another. */
+    template <typename Visit>
+    __device__ __forceinline__ void each(Visit visit) const {
+        int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int i = 0; i < DOWN; i++)
+#pragma unroll
+            for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    visit(8 * j + lane % 4 * 2, 64 * i + threadIdx.x / WARP * 16 + 8 * half + lane / 4,
+                          sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+    }
+};
+
+template <typename T, int ROWS, bool TERMS_ARE_ROWS>
+struct choose<T, ROWS, TERMS_ARE_ROWS, true> {
+    using tile = async_tile<T, ROWS, TERMS_ARE_ROWS>;
+};
+#endif
+
+/* ---- A run of tiles ---- */
+
+/* How shared memory is used, by the host's choice: a ring of slots for blocks of A, and one for B; where B is kept, its
+ * ring has a slot for each step and is filled once. */
+struct ring {
+    int slots, kept_steps; /* kept_steps: 0 where B is not kept */
+};
+
+enum { B_BYTES = COLUMNS * STEP_BYTES };
+
+/* Multiplies tiles below one another: A's are ROWS rows apart, B's are the same; finish(tile's number) takes the sums.
+ * A is what the kernel before has made, B is an input. */
+template <typename T, int ROWS, bool TERMS_ARE_ROWS, typename Tile, typename Finish>
+__device__ __forceinline__ void multiply_tiles(Tile &result, operand a, const operand &b, int terms, int tiles,
+                                               const ring &ring, char *shared, Finish finish) {
+    constexpr int STEP = step_of<T>, A = ROWS * STEP_BYTES, B = B_BYTES;
+    loader<T, TERMS_ARE_ROWS ? STEP : ROWS, TERMS_ARE_ROWS ? ROWS : STEP, A_PANEL, TERMS_ARE_ROWS> load_a;
+    loader<T, STEP, COLUMNS, B_PANEL, true> load_b;
+    char *ring_a = shared, *ring_b = shared + ring.slots * A;
+    const int steps = (terms + STEP - 1) / STEP, total = steps * tiles;
+    const int slots_b = ring.kept_steps ? ring.kept_steps : ring.slots;
+    int ahead = 0, ahead_step = 0, slot_a = 0, slot_b = 0; /* of the next block to load */
+
+    load_a.seat(a);
+    load_b.seat(b);
+    const int early = ring.slots - 1 < steps ? ring.slots - 1 : steps;
+#pragma unroll 1
+    for (int i = 0; i < early; i++)
+        load_b.next(ring_b + i * B);
+    wait_for_last_kernel();
+
+    int used_a = 0, used_b = 0, step = 1 - ring.slots, number = 0; /* of the tile at hand; before the first: filling */
+#pragma unroll 1
+    while (number < tiles) {
+        if (step >= 0) {
+            if (ring.slots > 2)
+                copy_async_wait<1>();
+            else
+                copy_async_wait<0>();
+            result.publish();
+            __syncthreads();
+        }
+        if (ahead < total) { /* into the buffer that the last step has read */
+            if (ahead_step == steps) {
+                ahead_step = 0;
+                a.data += ROWS * a.stride * sizeof(T);
+                a.rows -= ROWS;
+                load_a.seat(a);
+                load_b.seat(b);
+            }
+            load_a.next(ring_a + slot_a * A);
+            if (ahead >= early && (!ring.kept_steps || ahead < steps))
+                load_b.next(ring_b + slot_b * B);
+            slot_a = slot_a + 1 < ring.slots ? slot_a + 1 : 0;
+            slot_b = slot_b + 1 < slots_b ? slot_b + 1 : 0;
+            ahead++, ahead_step++;
+        }
+        copy_async_commit();
+        if (step >= 0) {
+            result.add(ring_a + used_a * A, ring_b + used_b * B, terms - step * STEP);
+            used_a = used_a + 1 < ring.slots ? used_a + 1 : 0;
+            used_b = used_b + 1 < slots_b ? used_b + 1 : 0;
+            if (step == steps - 1) {
+                finish(number++);
+                result.clear();
+                step = -1;
+            }
+        }
+        step++;
+    }
+    copy_async_wait<0>();
+}
+
+/* ---- grad_hidden_states ---- */
+
+__host__ __device__ __forceinline__ bool is_aligned(const rows &rows, int size) {
     return reinterpret_cast<uintptr_t>(rows.data) % CHUNK_BYTES == 0 && rows.stride * size % CHUNK_BYTES == 0;
 }
 
-__device__ __forceinline__ void store_pair(__nv_bfloat16 *to, float first, float second) {
-    *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(first, second);
+__device__ __forceinline__ uint32_t packed(float first, float second, __nv_bfloat16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return reinterpret_cast<const uint32_t &>(pair);
 }
-__device__ __forceinline__ void store_pair(__half *to, float first, float second) {
-    *reinterpret_cast<__half2 *>(to) = __floats2half2_rn(first, second);
-}
-__device__ __forceinline__ void store_pair(float *to, float first, float second) {
-    to[0] = first, to[1] = second;
+__device__ __forceinline__ uint32_t packed(float first, float second, __half) {
+    const __half2 pair = __floats2half2_rn(first, second);
+    return reinterpret_cast<const uint32_t &>(pair);
 }
 
-/* Rounds a tile of grad_hidden_states, through shared memory where whole chunks can be stored. */
-template <typename T>
-__device__ void store_hidden(const tile<T, HIDDEN_ROWS, false> &sums, const problem &problem, int64_t token,
-                             int64_t column, char *shared) {
-    const rows &out = problem.grad_hidden;
-    constexpr int width = COLUMNS + 8; /* so that neighbouring rows begin in other banks */
-    if (!is_16_bit<T> || out.type == F32 || !is_aligned(out, sizeof(T)) || problem.hidden % 8) {
-        sums.each([&](int i, int j, float first, float second) {
-            if (token + i < problem.tokens && column + j < problem.hidden)
-                store_element(out, token + i, column + j, first);
-            if (token + i < problem.tokens && column + j + 1 < problem.hidden)
-                store_element(out, token + i, column + j + 1, second);
-        });
-        return;
-    }
-    T *staged = reinterpret_cast<T *>(shared);
-    sums.each([&](int i, int j, float first, float second) { store_pair(staged + i * width + j, first, second); });
-    __syncthreads();
-    constexpr int chunks = COLUMNS / 8, rows_a_round = THREADS / chunks;
-    int row = threadIdx.x / chunks, across = threadIdx.x % chunks * 8;
-    int rows = problem.tokens - token < HIDDEN_ROWS ? static_cast<int>(problem.tokens - token) : HIDDEN_ROWS;
-    if (column + across >= problem.hidden)
-        return;
-    T *to = reinterpret_cast<T *>(out.data) + (token + row) * out.stride + column + across;
-    const T *from = staged + row * width + across;
+/* Neighbouring lanes have neighbouring pairs of each 8 columns: one takes both pairs of the first 8, the other of the
+ * next, so that a warp stores whole sectors of 32 bytes. */
+template <typename T, typename Tile>
+__device__ __forceinline__ void store_sectors(const Tile &result, const rows &out, int64_t token, int64_t tokens,
+                                              int64_t column, int64_t columns) {
+    const int lane = threadIdx.x % WARP, odd = lane % 2;
+    columns -= column + result.first_column() + odd * 8;
+    token += result.first_row() + lane / 4;
+    T *to = reinterpret_cast<T *>(out.data) + token * out.stride + column + result.first_column() + odd * 8 +
+            lane % 4 / 2 * 4;
+    keep_here(to);
+    asm volatile("" : "+l"(columns), "+l"(token));
 #pragma unroll
-    for (int i = 0; i < HIDDEN_ROWS; i += rows_a_round)
-        if (i + row < rows)
-            *reinterpret_cast<uint4 *>(to + i * out.stride) = *reinterpret_cast<const uint4 *>(from + i * width);
+    for (int i = 0; i < result.DOWN; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const bool exists = token + Tile::row_step() * i + 8 * half < tokens;
+            T *row = to + (Tile::row_step() * i + 8 * half) * out.stride;
+#pragma unroll
+            for (int j = 0; j < result.ACROSS; j += 2) {
+                const uint32_t first = packed(result.sums[i][j][2 * half], result.sums[i][j][2 * half + 1], T());
+                const uint32_t next = packed(result.sums[i][j + 1][2 * half], result.sums[i][j + 1][2 * half + 1], T());
+                const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? first : next, 1);
+                if (exists && 8 * j < columns)
+                    *reinterpret_cast<uint2 *>(row + 8 * j) = odd ? make_uint2(other, next) : make_uint2(first, other);
+            }
+        }
 }
 
-template <typename T>
-__device__ __forceinline__ void hidden_tile(const problem &problem, unsigned index, unsigned across, char *shared) {
-    int64_t token = static_cast<int64_t>(index / across) * HIDDEN_ROWS;
-    int64_t column = static_cast<int64_t>(index % across) * COLUMNS;
+/* One by one, through shared memory that nothing else uses any more: where elements are of another type, or rows do not
+ * begin or end at multiples of 16 bytes. */
+template <typename Tile>
+__device__ __forceinline__ void store_elements(const Tile &result, const rows &out, int64_t row, int64_t rows,
+                                               int64_t column, int64_t columns, float *shared) {
+    keep_here(shared);
+    asm volatile("" : "+l"(row), "+l"(column));
+    __syncthreads();
+    result.each([&](int i, int j, float first, float second) {
+        *reinterpret_cast<float2 *>(shared + i * COLUMNS + j) = make_float2(first, second);
+    });
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < HIDDEN_ROWS * COLUMNS; i += THREADS)
+        if (row + i / COLUMNS < rows && column + i % COLUMNS < columns)
+            store_element(out, row + i / COLUMNS, column + i % COLUMNS, shared[i]);
+}
+
+/* What a launch is made of, by the host's choice. */
+struct plan {
+    unsigned weight_tiles, across; /* columns of tiles */
+    int64_t run;                   /* tiles of grad_hidden_states a block */
+    ring weight, hidden;
+    bool whole; /* grad_hidden_states in sectors; otherwise a run is one tile */
+};
+
+template <typename T, bool ASYNC>
+__device__ __forceinline__ void hidden_run(const problem &problem, const plan &plan, unsigned index, char *shared) {
+    const int64_t first = index / plan.across * plan.run, column = static_cast<int64_t>(index % plan.across) * COLUMNS;
+    const int64_t all = (problem.tokens + HIDDEN_ROWS - 1) / HIDDEN_ROWS, token = first * HIDDEN_ROWS;
+    const int tiles = static_cast<int>(all - first < plan.run ? all - first : plan.run);
     operand g = {problem.logits + token * problem.logits_stride * sizeof(T), problem.logits_stride,
                  problem.tokens - token, problem.logits_stride, true};
     operand w = {problem.weight.data + column * sizeof(T), problem.weight.stride, problem.experts,
                  problem.hidden - column, is_aligned(problem.weight, sizeof(T))};
-    tile<T, HIDDEN_ROWS, false> sums;
-    multiply_tile(sums, g, w, problem.experts, shared);
-    store_hidden(sums, problem, token, column, shared);
+    typename choose<T, HIDDEN_ROWS, false, ASYNC>::tile result;
+    multiply_tiles<T, HIDDEN_ROWS, false>(result, g, w, problem.experts, tiles, plan.hidden, shared, [&](int number) {
+        if constexpr (is_16_bit<T>)
+            if (plan.whole) {
+                store_sectors<T>(result, problem.grad_hidden, token + number * HIDDEN_ROWS, problem.tokens, column,
+                                 problem.hidden);
+                return;
+            }
+        store_elements(result, problem.grad_hidden, token, problem.tokens, column, problem.hidden,
+                       reinterpret_cast<float *>(shared));
+    });
 }
 
-template <typename T>
-__device__ __forceinline__ void weight_tile(const problem &problem, unsigned index, unsigned across, char *shared) {
-    unsigned down = (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS;
-    int expert = index % down * WEIGHT_ROWS;
-    int64_t column = static_cast<int64_t>(index / down % across) * COLUMNS, split = index / down / across;
-    int64_t token = split * problem.split_tokens;
+/* ---- The weight gradient ---- */
+
+/* Partial sums, whole sectors of them; there is room for whole tiles. */
+template <typename Tile>
+__device__ __forceinline__ void store_partials(const Tile &result, float *corner, int64_t stride) {
+    keep_here(corner);
+    asm volatile("" : "+l"(stride));
+    result.each([&](int i, int j, float first, float second) {
+        float *to = corner + i * stride + j;
+        if (Tile::pairs_below())
+            to[0] = first, to[stride] = second;
+        else
+            *reinterpret_cast<float2 *>(to) = make_float2(first, second);
+    });
+}
+
+template <typename T, int ROWS, bool ASYNC>
+__device__ __forceinline__ void weight_tile(const problem &problem, const plan &plan, unsigned index, char *shared) {
+    const unsigned down = (problem.experts + ROWS - 1) / ROWS;
+    const int expert = index % down * ROWS;
+    const int64_t column = static_cast<int64_t>(index / down % plan.across) * COLUMNS;
+    const int64_t split = index / down / plan.across, token = split * problem.split_tokens;
     int64_t tokens = problem.tokens - token < problem.split_tokens ? problem.tokens - token : problem.split_tokens;
     operand g = {problem.logits + (token * problem.logits_stride + expert) * sizeof(T), problem.logits_stride, tokens,
                  problem.logits_stride - expert, true};
     const rows &hidden = problem.hidden_states;
     operand x = {hidden.data + (token * hidden.stride + column) * sizeof(T), hidden.stride, tokens,
                  problem.hidden - column, is_aligned(hidden, sizeof(T))};
-    tile<T, WEIGHT_ROWS, true> sums;
-    multiply_tile(sums, g, x, tokens, shared);
-    float *out = problem.partials + split * problem.experts * problem.hidden;
-    sums.each([&](int i, int j, float first, float second) {
-        float *to = out + (expert + i) * problem.hidden + column + j;
-        if (expert + i >= problem.experts || column + j >= problem.hidden)
-            return;
-        if (problem.hidden % 2 == 0) {
-            *reinterpret_cast<float2 *>(to) = make_float2(first, second);
-            return;
-        }
-        to[0] = first;
-        if (column + j + 1 < problem.hidden)
-            to[1] = second;
+    typename choose<T, ROWS, true, ASYNC>::tile result;
+    multiply_tiles<T, ROWS, true>(result, g, x, static_cast<int>(tokens), 1, plan.weight, shared, [&](int) {
+        store_partials(result,
+                       problem.partials + (split * problem.partial_rows + expert) * problem.partial_stride + column,
+                       problem.partial_stride);
     });
 }
 
-/* Weight tiles come first: they are the longer ones. */
-template <typename T>
+/* Weight tiles come first: they are the longer ones. ASYNC: for sm_90a alone. */
+template <typename T, int WEIGHT_ROWS, bool ASYNC>
 __global__ void __launch_bounds__(THREADS, 2)
-    products_kernel(const __grid_constant__ problem problem, unsigned weight_tiles, unsigned across) {
-    extern __shared__ __align__(128) char shared[];
-    allow_next_kernel();
-    if (blockIdx.x < weight_tiles)
-        weight_tile<T>(problem, blockIdx.x, across, shared);
+    products_kernel(const __grid_constant__ problem problem, const __grid_constant__ plan plan) {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (ASYNC)
+        __trap();
     else
-        hidden_tile<T>(problem, blockIdx.x - weight_tiles, across, shared);
+#endif
+    {
+        extern __shared__ __align__(1024) char shared[];
+        allow_next_kernel();
+        if (blockIdx.x < plan.weight_tiles)
+            weight_tile<T, WEIGHT_ROWS, ASYNC>(problem, plan, blockIdx.x, shared);
+        else
+            hidden_run<T, ASYNC>(problem, plan, blockIdx.x - plan.weight_tiles, shared);
+    }
 }
 
 /* The weight gradient from its partial sums: added in order, to the old value once, rounded once. A thread has WIDTH
@@ -359,15 +660,23 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__
     int64_t at = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * WIDTH;
     if (at >= elements)
         return;
+    const int64_t expert = at / problem.hidden, column = at % problem.hidden;
+    const int64_t all = problem.partial_rows * problem.partial_stride;
+    const float *partials = problem.partials + expert * problem.partial_stride + column;
     float sum[WIDTH] = {};
-#pragma unroll 8
-    for (int64_t split = 0; split < problem.splits; split++) {
-        group part = *reinterpret_cast<const group *>(problem.partials + split * elements + at);
+    constexpr int BATCH = 8; /* loads under way */
+    for (int64_t split = 0; split < problem.splits; split += BATCH) {
+        group parts[BATCH] = {};
 #pragma unroll
-        for (int i = 0; i < WIDTH; i++)
-            sum[i] = __fadd_rn(sum[i], part.value[i]);
+        for (int j = 0; j < BATCH; j++)
+            if (split + j < problem.splits)
+                parts[j] = *reinterpret_cast<const group *>(partials + (split + j) * all);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++)
+#pragma unroll
+            for (int i = 0; i < WIDTH; i++) /* to add zero changes no sum that began with zero */
+                sum[i] = __fadd_rn(sum[i], parts[j].value[i]);
     }
-    int64_t expert = at / problem.hidden, column = at % problem.hidden;
 #pragma unroll
     for (int i = 0; i < WIDTH; i++) {
         if (problem.accumulate)
@@ -382,25 +691,86 @@ cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
     return launch_early(reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
 }
 
+/* ---- Launches ---- */
+
+/* As many slots as two blocks to a multiprocessor leave room for, at least two, at most three. */
+ring choose_ring(int rows, int kept_steps, int *bytes) {
+    const int half =
+        attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2 - attribute(cudaDevAttrReservedSharedMemoryPerBlock);
+    for (int slots = 3;; slots--) {
+        *bytes = slots * (rows * STEP_BYTES + (kept_steps ? 0 : B_BYTES)) + kept_steps * B_BYTES;
+        if (*bytes <= half || slots == 2)
+            return ring{slots, kept_steps};
+    }
+}
+
+/* Tiles a run: what brings all blocks onto the device at once, if that is two or three, better still one to a
+ * multiprocessor; otherwise a few blocks to each place. */
+int64_t choose_run(int64_t weight_tiles, int64_t down, int64_t across) {
+    const int64_t places = attribute(cudaDevAttrMultiProcessorCount), most = 16;
+    auto blocks = [&](int64_t run) { return weight_tiles + divide_up(down, run) * across; };
+    for (int64_t run = 1; run <= 2; run++)
+        if (blocks(run) <= places)
+            return run;
+    for (int64_t run = 1; run <= 3; run++)
+        if (blocks(run) <= 2 * places)
+            return run;
+    const int64_t run = down * across / (3 * places);
+    return run < 1 ? 1 : run < most ? run : most;
+}
+
+template <typename T, int WEIGHT_ROWS, bool ASYNC>
+cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
+    plan plan{};
+    int weight_bytes = 0, hidden_bytes = 0;
+    const int64_t across = divide_up(problem.hidden, COLUMNS), all = divide_up(problem.tokens, HIDDEN_ROWS);
+    plan.across = static_cast<unsigned>(across);
+    if (problem.grad_weight.data)
+        plan.weight_tiles = static_cast<unsigned>(divide_up(problem.experts, WEIGHT_ROWS) * across * problem.splits);
+    plan.weight = choose_ring(WEIGHT_ROWS, 0, &weight_bytes);
+    /* The gate is kept where that costs the second block no room. */
+    const int steps = static_cast<int>(divide_up(problem.experts, step_of<T>));
+    plan.hidden = choose_ring(HIDDEN_ROWS, steps, &hidden_bytes);
+    if (hidden_bytes > weight_bytes || plan.hidden.slots < plan.weight.slots)
+        plan.hidden = choose_ring(HIDDEN_ROWS, 0, &hidden_bytes);
+    const int shared = weight_bytes > hidden_bytes ? weight_bytes : hidden_bytes;
+    plan.whole = is_16_bit<T> && problem.grad_hidden.type == problem.weight.type && problem.hidden % 8 == 0 &&
+                 is_aligned(problem.grad_hidden, sizeof(T));
+    plan.run = plan.whole ? choose_run(plan.weight_tiles, all, across) : 1;
+    const int64_t blocks = plan.weight_tiles + (problem.grad_hidden.data ? divide_up(all, plan.run) * across : 0);
+    if (blocks == 0)
+        return cudaSuccess;
+    auto kernel = products_kernel<T, WEIGHT_ROWS, ASYNC>;
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    return error == cudaSuccess ? launch_early(kernel, blocks, THREADS, shared, stream, problem, plan) : error;
+}
+
+template <typename T, int WEIGHT_ROWS>
+cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
+    if constexpr (is_16_bit<T>)
+        if (problem.tuned)
+            return launch_tiles<T, WEIGHT_ROWS, true>(problem, stream);
+    return launch_tiles<T, WEIGHT_ROWS, false>(problem, stream);
+}
+
+template <typename T>
+cudaError_t launch_products_of(const problem &problem, cudaStream_t stream) {
+    if constexpr (is_16_bit<T>) {
+        if (problem.weight_rows == 160)
+            return launch_with<T, 160>(problem, stream);
+        if (problem.weight_rows == 128)
+            return launch_with<T, 128>(problem, stream);
+    }
+    return launch_with<T, 64>(problem, stream);
+}
+
 template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
-    int64_t across = (problem.hidden + COLUMNS - 1) / COLUMNS;
-    int64_t weight_tiles =
-        problem.grad_weight.data ? (problem.experts + WEIGHT_ROWS - 1) / WEIGHT_ROWS * across * problem.splits : 0;
-    int64_t hidden_tiles = problem.grad_hidden.data ? (problem.tokens + HIDDEN_ROWS - 1) / HIDDEN_ROWS * across : 0;
-    if (weight_tiles + hidden_tiles > 0) {
-        cudaError_t error = cudaFuncSetAttribute(products_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                 static_cast<int>(shared_bytes<T>));
-        if (error != cudaSuccess)
-            return error;
-        error = launch_early(products_kernel<T>, weight_tiles + hidden_tiles, THREADS, shared_bytes<T>, stream, problem,
-                             static_cast<unsigned>(weight_tiles), static_cast<unsigned>(across));
-        if (error != cudaSuccess)
-            return error;
-    }
+    cudaError_t error = launch_products_of<T>(problem, stream);
     int64_t elements = problem.experts * problem.hidden;
-    if (!problem.grad_weight.data || elements == 0 || (problem.accumulate && problem.tokens == 0))
-        return cudaSuccess;
+    if (error != cudaSuccess || !problem.grad_weight.data || elements == 0 ||
+        (problem.accumulate && problem.tokens == 0))
+        return error;
     return problem.hidden % 4 == 0 ? launch_reduce<4>(problem, stream) : launch_reduce<1>(problem, stream);
 }
 

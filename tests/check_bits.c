@@ -21,21 +21,6 @@ static struct plan large_plan(int each) {
                          .seed = 1};
 }
 
-static void copy_outputs(struct trial *trial, DLTensor *copies[CALL_OUTPUTS]) {
-    for (int i = 0; i < CALL_OUTPUTS; i++)
-        copies[i] = copy_tensor(trial_output(trial, i));
-}
-
-static void expect_outputs(struct trial *trial, DLTensor *const copies[CALL_OUTPUTS], const char *what) {
-    for (int i = 0; i < CALL_OUTPUTS; i++)
-        same_bits(trial_output(trial, i), copies[i], what);
-}
-
-static void free_outputs(DLTensor *copies[CALL_OUTPUTS]) {
-    for (int i = 0; i < CALL_OUTPUTS; i++)
-        moer_tensor_free(copies[i]);
-}
-
 START_TEST(every_run) {
     struct plan plan = large_plan(_i);
     struct trial *trial = trial_new(&plan);
@@ -154,13 +139,14 @@ START_TEST(several_callers) {
         copy_outputs(trials[i], expected[i]);
     }
     for (int i = 0; i < CALLERS; i++)
-        ck_assert_int_eq(pthread_create(&threads[i], NULL, call_often, &trials[i]->call), 0);
+        ck_assert_int_eq(pthread_create(&threads[i], NULL, call_often, trial_place(trials[i])), 0);
     for (int i = 0; i < CALLERS; i++) {
         void *result;
         pthread_join(threads[i], &result);
         ck_assert_ptr_nonnull(result);
     }
     for (int i = 0; i < CALLERS; i++) {
+        trial_fetch(trials[i], MOER_OK);
         if (own_products(plan.type))
             expect_outputs(trials[i], expected[i], "calls side by side");
         trial_compare(trials[i]);
@@ -220,8 +206,12 @@ END_TEST
 
 int main(void) {
     const struct test tests[] = {
-        {every_run, EACH},       {number_of_threads, EACH},   {address, EACH}, {rows_far_apart, MOER_OPERATIONS},
-        {several_callers, EACH}, {caller_s_arithmetic, EACH},
+        {every_run, EACH},
+        {number_of_threads, host_only(EACH, "number_of_threads", "threads are the CPU's")},
+        {address, EACH},
+        {rows_far_apart, host_only(MOER_OPERATIONS, "rows_far_apart", "reserved memory is the host's; see check_cuda")},
+        {several_callers, EACH},
+        {caller_s_arithmetic, EACH},
     };
     return run_tests("bits", tests, LENGTH(tests));
 }

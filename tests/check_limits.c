@@ -16,29 +16,6 @@ __attribute__((visibility("default"))) const char *__asan_default_options(void) 
 
 /* ---- Memory ---- */
 
-/* A call that has shapes but no memory. */
-struct outline {
-    struct call call;
-    DLTensor tensors[CALL_MAX_OPERANDS];
-    int64_t shapes[CALL_MAX_OPERANDS][4];
-};
-
-static void make_outline(struct outline *outline, enum moer_operation operation, struct dims dims, enum type type) {
-    size_t count;
-    const struct moer_operand *operands = moer_operands(operation, &count);
-    call_init(&outline->call, operation);
-    for (size_t i = 0; i < count; i++) {
-        DLTensor *tensor = &outline->tensors[i];
-        *tensor = (DLTensor){.device = {kDLCPU, 0}, .dtype = type_of[type], .shape = outline->shapes[i]};
-        tensor->ndim = call_shape(&operands[i], dims, outline->shapes[i]);
-        if (operands[i].kind == MOER_DTYPE_FLOAT)
-            tensor->dtype = type_of[F32];
-        if (operands[i].kind == MOER_DTYPE_ID || operands[i].kind == MOER_DTYPE_COUNT)
-            tensor->dtype = (DLDataType){kDLInt, 32, 1};
-        *call_field(&outline->call, &operands[i]) = tensor;
-    }
-}
-
 static const struct dims shapes[] = {
     {0, 0, 0, 0},
     {1, 1, 1, 1},

@@ -111,7 +111,10 @@ static const struct refusal {
     {SOFTMAX, "selected_experts", SHIFTED, 4, .words = {"selected_experts", "multiple"}},
     {SOFTMAX, "grad_expert_mask", SHIFTED, 1, .words = {"grad_expert_mask", "multiple"}},
     {SIGMOID, "grad_logits", SHIFTED, 3, .words = {"grad_logits", "multiple"}},
+};
 
+/* A tensor on another device than the first. */
+static const struct refusal elsewhere[] = {
     {SOFTMAX, "gate_weight", DEVICE, kDLCUDA, .words = {"gate_weight is on cuda:0", "hidden_states is on the CPU"}},
     {SIGMOID, "grad_logits", DEVICE, kDLMetal, .words = {"grad_logits is on", "hidden_states is on the CPU"}},
 };
@@ -151,8 +154,7 @@ static void apply(struct trial *trial, const struct refusal *refusal) {
     }
 }
 
-START_TEST(broken_rules) {
-    const struct refusal *refusal = &refusals[_i];
+static void expect_refusal(const struct refusal *refusal) {
     struct plan plan = {
         .operation = (enum moer_operation)refusal->operation, .dims = small, .type = F32, .padding = 8, .seed = 1};
     struct trial *trial = trial_new(&plan);
@@ -163,11 +165,20 @@ START_TEST(broken_rules) {
     trial_fails(trial, MOER_INVALID, (const char *[]){function, NULL});
     trial_fails(trial, MOER_INVALID, refusal->words);
     /* A query does not look at data, and says the same of all else. */
-    enum moer_status query = call_workspace_size(&trial->call, &bytes);
+    enum moer_status query = call_workspace_size(place_call(&trial->place, &trial->call), &bytes);
     int about_data = refusal->change == NO_DATA || refusal->change == SHIFTED;
     ck_assert_msg(query == (about_data ? MOER_OK : MOER_INVALID), "%s: the query returns %d", refusal->tensor, query);
     ck_assert(about_data || strstr(moer_last_error(), refusal->words[0]) != NULL);
     trial_free(trial);
+}
+
+START_TEST(broken_rules) {
+    expect_refusal(&refusals[_i]);
+}
+END_TEST
+
+START_TEST(other_devices) {
+    expect_refusal(&elsewhere[_i]);
 }
 END_TEST
 
@@ -176,8 +187,8 @@ START_TEST(example_of_the_header) {
     struct trial *trial = trial_new(&plan);
     call_set(&trial->call, "router_logits", NULL);
     trial_tensor(trial, "routing_probs")->shape[1] = 64;
-    ck_assert_int_eq(call_run(&trial->call), MOER_INVALID);
-    ck_assert_str_eq(moer_last_error(),
+    ck_assert_int_eq(trial_run(trial, LIBRARY_SCRATCH), MOER_INVALID);
+    ck_assert_str_eq(trial->message,
                      "moer_softmax_topk_backward: routing_probs.shape[1] is 64 but gate_weight.shape[0] is 128");
     trial_free(trial);
 }
@@ -231,7 +242,8 @@ START_TEST(neighbours) {
     output->data = memory + 6 * 8;
     before->strides = output->strides = NULL;
     trial->call.args.softmax.grad_router_logits = before;
-    ck_assert_msg(call_run(&trial->call) == MOER_OK, "%s", moer_last_error());
+    place_add(&trial->place, memory, sizeof memory);
+    ck_assert_msg(trial_call(trial) == MOER_OK, "%s", trial->message);
     trial_compare(trial);
     trial_free(trial);
 }
@@ -242,13 +254,14 @@ START_TEST(workspaces) {
     struct trial *trial = trial_new(&plan);
     size_t needed = 0, with_null = 0;
     char is[32], must[32];
-    ck_assert_int_eq(call_workspace_size(&trial->call, &needed), MOER_OK);
+    ck_assert_int_eq(call_workspace_size(place_call(&trial->place, &trial->call), &needed), MOER_OK);
     ck_assert_uint_gt(needed, 0);
     snprintf(is, sizeof is, "%zu", needed - 1);
     snprintf(must, sizeof must, "%zu", needed);
 
     _Alignas(256) static char memory[1 << 23];
     ck_assert_uint_lt(needed, sizeof memory - 256);
+    place_add(&trial->place, memory, sizeof memory);
     trial->call.args.common.workspace = memory;
     trial->call.args.common.workspace_size = needed - 1;
     trial_fails(trial, MOER_INVALID, (const char *[]){"workspace_size", is, must, NULL});
@@ -265,16 +278,16 @@ START_TEST(workspaces) {
     /* A tensor right behind it, and one byte nearer. */
     trial_output(trial, 2)->data = memory + needed;
     trial->call.args.common.workspace = memory;
-    ck_assert_int_eq(call_run(&trial->call), MOER_OK);
+    ck_assert_msg(trial_call(trial) == MOER_OK, "%s", trial->message);
     trial->call.args.common.workspace_size = needed + 1;
-    ck_assert_int_eq(call_run(&trial->call), MOER_INVALID);
-    ck_assert_ptr_nonnull(strstr(moer_last_error(), "overlaps"));
+    ck_assert_int_eq(trial_call(trial), MOER_INVALID);
+    ck_assert_ptr_nonnull(strstr(trial->message, "overlaps"));
     trial->call.args.common.workspace = NULL;
 
     /* A tracing compiler has shapes before it has memory. */
     for (size_t i = 0; i < trial->count; i++)
         trial->tensors[i].tensor.data = NULL;
-    ck_assert_int_eq(call_workspace_size(&trial->call, &with_null), MOER_OK);
+    ck_assert_int_eq(call_workspace_size(place_call(&trial->place, &trial->call), &with_null), MOER_OK);
     ck_assert_uint_eq(with_null, needed);
     trial_free(trial);
 }
@@ -282,8 +295,11 @@ END_TEST
 
 int main(void) {
     const struct test tests[] = {
-        {broken_rules, LENGTH(refusals)},        {example_of_the_header, 1},
-        {overlapping_tensors, LENGTH(overlaps)}, {neighbours, 1},
+        {broken_rules, LENGTH(refusals)},
+        {other_devices, host_only(LENGTH(elsewhere), "other_devices", "the host is the first device; see check_cuda")},
+        {example_of_the_header, 1},
+        {overlapping_tensors, LENGTH(overlaps)},
+        {neighbours, 1},
         {workspaces, MOER_OPERATIONS},
     };
     return run_tests("refusals", tests, LENGTH(tests));

@@ -16,7 +16,7 @@ static int environment_is(const char *name, const char *value) {
 }
 
 int own_products(enum type type) {
-    if (environment_is("MOER_DETERMINISTIC", "1") || environment_is("MOER_CPU_PRODUCTS", "own"))
+    if (on_gpu() || environment_is("MOER_DETERMINISTIC", "1") || environment_is("MOER_CPU_PRODUCTS", "own"))
         return 1;
     return type != F32 && !environment_is("MOER_CPU_PRODUCTS", "openblas");
 }
@@ -34,11 +34,41 @@ static int kernels_missing(void) {
     return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 1;
 }
 
+/* Whether the device that MOER_TEST_DEVICE asks for can be used: EXIT_SUCCESS, EXIT_FAILURE or SKIPPED. */
+static int device_status(void) {
+    DLDevice device;
+    DLTensor *tensor;
+    int asked = test_device(&device);
+    if (asked == 0)
+        return EXIT_SUCCESS;
+    if (asked < 0) {
+        printf("MOER_TEST_DEVICE=%s is neither cpu nor cuda:0, cuda:1, ...\n", getenv("MOER_TEST_DEVICE"));
+        return EXIT_FAILURE;
+    }
+    enum moer_status status = moer_tensor_new(&tensor, device, type_of[F32], 0, NULL);
+    moer_tensor_free(tensor);
+    if (status == MOER_OK)
+        return EXIT_SUCCESS;
+    const char *skip = status == MOER_UNAVAILABLE ? "SKIP: " : "";
+    printf("%s%s: %s\n", skip, getenv("MOER_TEST_DEVICE"), moer_last_error());
+    return status == MOER_UNAVAILABLE ? SKIPPED : EXIT_FAILURE;
+}
+
+int host_only(int count, const char *test, const char *why) {
+    if (!on_gpu())
+        return count;
+    printf("SKIP: %s: %s\n", test, why);
+    return 0;
+}
+
 int run_tests(const char *name, const struct test *tests, int count) {
-    if (kernels_missing()) {
+    if (!on_gpu() && kernels_missing()) {
         puts("SKIP: this machine cannot run the kernels that MOER_CPU_ISA asks for");
         return SKIPPED;
     }
+    int device = device_status();
+    if (device != EXIT_SUCCESS)
+        return device;
     Suite *suite = suite_create(name);
     for (int i = 0; i < count; i++) {
         TCase *group = tcase_create(tests[i].test->name);
@@ -47,7 +77,8 @@ int run_tests(const char *name, const struct test *tests, int count) {
         suite_add_tcase(suite, group);
     }
     SRunner *runner = srunner_create(suite);
-    srunner_set_fork_status(runner, CK_FORK);
+    /* A driver does not survive a fork. */
+    srunner_set_fork_status(runner, on_gpu() ? CK_NOFORK : CK_FORK);
     srunner_run_all(runner, CK_NORMAL);
     int run = srunner_ntests_run(runner), failed = srunner_ntests_failed(runner);
     srunner_free(runner);

@@ -8,6 +8,7 @@
 #include <check.h>
 #include "call.h"
 #include "draw.h"
+#include "place.h"
 #include "reference.h"
 
 enum type { BF16, F16, F32, TYPES };
@@ -53,6 +54,8 @@ struct trial {
     struct fenced tensors[CALL_MAX_OPERANDS];
     size_t count;
     DLTensor *old_weight; /* accumulate: what the weight gradient holds before each call */
+    struct place place;
+    char message[1024]; /* of the last call that ran */
 };
 
 enum scratch { LIBRARY_SCRATCH, OWN_SCRATCH };
@@ -67,13 +70,23 @@ DLTensor *trial_output(struct trial *trial, int index);
 /* Adds a tensor that the plan does not know, such as invalid_ids, filled with value. */
 DLTensor *trial_add(struct trial *trial, const char *name, DLDataType dtype, double value);
 
+/* Gives the outputs what trial_new() gave them. */
+void trial_clear(struct trial *trial);
+
+/* The parts of a run, for tests that do something in between. The call as it stands, copied to where it runs; and all
+ * that it wrote, copied back and held against what a call of that status may write. */
+struct call *trial_place(struct trial *trial);
+void trial_fetch(struct trial *trial, enum moer_status status);
+/* Runs the call as it stands, without a check. */
+enum moer_status trial_call(struct trial *trial);
 /* Runs the call as it stands, and checks everything that must not change: after an error that includes the outputs. */
 enum moer_status trial_run(struct trial *trial, enum scratch scratch);
 /* The call must succeed, on outputs that hold what trial_new() gave them. */
 void trial_succeed(struct trial *trial, enum scratch scratch);
 /* The outputs must keep the reference's bounds. */
 void trial_compare(struct trial *trial);
-/* The call must succeed with a workspace and without, with the same bits, within the reference's bounds. */
+/* The call must succeed with a workspace and without, with the same bits, within the reference's bounds; or, where its
+ * shape is more than the backend takes, be refused. */
 void trial_check(struct trial *trial);
 /* trial_new, trial_check, trial_free. */
 void plan_check(const struct plan *plan);
@@ -88,7 +101,27 @@ DLTensor *copy_tensor(const DLTensor *tensor);
 /* Sets every element of a tensor of one or two axes. */
 void fill(const DLTensor *tensor, double value);
 
-/* Whether the environment leaves the products to the library's own kernels, whose bits depend on a token alone. */
+/* ---- Calls made from others: calls.c ---- */
+
+/* Copies of the outputs; the same bits in them; moer_tensor_free() for each. */
+void copy_outputs(struct trial *trial, DLTensor *copies[CALL_OUTPUTS]);
+void expect_outputs(struct trial *trial, DLTensor *const copies[CALL_OUTPUTS], const char *what);
+void free_outputs(DLTensor *copies[CALL_OUTPUTS]);
+/* A trial of some tokens of another one. */
+struct trial *trial_of_tokens(struct trial *from, const int64_t *tokens, int64_t count);
+
+/* A call that has shapes but no memory, on the device where tests run. */
+struct outline {
+    struct call call;
+    DLTensor tensors[CALL_MAX_OPERANDS];
+    int64_t shapes[CALL_MAX_OPERANDS][4];
+};
+void make_outline(struct outline *outline, enum moer_operation operation, struct dims dims, enum type type);
+
+/* ---- Suites: suite.c ---- */
+
+/* Whether the bits of a token's row depend on that token alone: not where the environment gives products to OpenBLAS.
+ */
 int own_products(enum type type);
 
 /* A test, run with _i = 0 ... count - 1. */
@@ -96,8 +129,10 @@ struct test {
     const TTest *test;
     int count;
 };
-/* Runs tests, each in a process of its own; EXIT_FAILURE where one fails or none ran, 77
- * where this machine does not have the kernels that the environment asks for. */
+/* count; 0, and a line that says why, where tests run on a GPU. */
+int host_only(int count, const char *test, const char *why);
+/* Runs tests: on the host each in a process of its own, on a GPU all in this one. EXIT_FAILURE where one fails or none
+ * ran, 77 where this machine does not have the kernels or the device that the environment asks for. */
 int run_tests(const char *suite, const struct test *tests, int count);
 
 #define LENGTH(array) ((int)(sizeof(array) / sizeof *(array)))

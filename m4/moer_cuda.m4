@@ -4,8 +4,8 @@
 #   --with-cuda=auto|no|yes|DIR   auto: built where nvcc is found and compiles for the targets
 #   --enable-cuda-builtin         a part of the library instead of a module
 #   NVCC, NVCCFLAGS, NVCC_GENCODE
-# Sets cuda_backend (no, module, builtin), the conditionals CUDA_MODULE and CUDA_BUILTIN, and substitutes NVCC, NVCCFLAGS,
-# NVCC_GENCODE, NVCC_LTFLAGS, CUDA_DEFS, CUDA_LIBS and, for moerouter.pc, CUDA_PC_LIBS.
+# Sets cuda_backend (no, module, builtin), the conditionals CUDA, CUDA_MODULE and CUDA_BUILTIN, and substitutes NVCC,
+# NVCCFLAGS, NVCC_GENCODE, NVCC_LTFLAGS, CUDA_DEFS, CUDA_CPPFLAGS, CUDA_LIBS and, for moerouter.pc, CUDA_PC_LIBS.
 AC_DEFUN([MOER_CUDA], [
 AC_ARG_VAR([NVCC], [CUDA compiler])
 AC_ARG_VAR([NVCCFLAGS], [CUDA compiler flags])
@@ -50,6 +50,7 @@ AC_SUBST([CUDA_DEFS])
 AS_IF([test $cuda_backend = module], [
   AS_IF([test "x$enable_cuda_builtin" != xno || test "x$enable_shared" = xno], [cuda_backend=builtin])
   cuda_root=`$NVCC --dryrun -c x.cu 2>&1 | sed -n 's/^#[\$] TOP=//p'`
+  CUDA_CPPFLAGS="-isystem $cuda_root/include"
   # nvcc's host code guards its static variables with functions of the C++ runtime.
   CUDA_LIBS="-L$cuda_root/lib64 -lcudart_static -lstdc++ -ldl -lrt -lpthread"
   # One position-independent object serves module, shared and static library, so that nvcc runs once a file.
@@ -59,9 +60,11 @@ AS_IF([test $cuda_backend = builtin], [
   CUDA_PC_LIBS=$CUDA_LIBS
   AC_DEFINE([MOER_CUDA_BUILTIN], [1], [Define to 1 where the CUDA backend is inside the library.])])
 AC_DEFINE([MOER_CUDA_MODULE], ["cuda.so"], [File name of the CUDA backend's module.])
+AC_SUBST([CUDA_CPPFLAGS])
 AC_SUBST([CUDA_LIBS])
 AC_SUBST([CUDA_PC_LIBS])
 AC_SUBST([NVCC_LTFLAGS])
+AM_CONDITIONAL([CUDA], [test $cuda_backend != no])
 AM_CONDITIONAL([CUDA_MODULE], [test $cuda_backend = module])
 AM_CONDITIONAL([CUDA_BUILTIN], [test $cuda_backend = builtin])
 AS_CASE([$cuda_backend],

@@ -30,14 +30,16 @@ void place_init(struct place *place) {
     place->copies = test_device(&place->device) == 1;
 }
 
-void place_add(struct place *place, void *host, size_t bytes) {
+DLTensor *new_bytes(DLDevice device, size_t bytes) {
+    DLTensor *tensor;
     int64_t shape = (int64_t)bytes;
+    ck_assert_msg(moer_tensor_new(&tensor, device, byte_type, 1, &shape) == MOER_OK, "%s", moer_last_error());
+    return tensor;
+}
+
+void place_add(struct place *place, void *host, size_t bytes) {
     ck_assert_int_lt(place->count, PLACE_MAX_BLOCKS);
-    struct block *block = &place->blocks[place->count++];
-    *block = (struct block){host, bytes, NULL};
-    if (place->copies)
-        ck_assert_msg(moer_tensor_new(&block->copy, place->device, byte_type, 1, &shape) == MOER_OK, "%s",
-                      moer_last_error());
+    place->blocks[place->count++] = (struct block){host, bytes, place->copies ? new_bytes(place->device, bytes) : NULL};
 }
 
 void place_remove(struct place *place, const void *host) {
@@ -51,6 +53,15 @@ void place_remove(struct place *place, const void *host) {
 void place_free(struct place *place) {
     while (place->count > 0)
         place_remove(place, place->blocks[0].host);
+}
+
+void place_move(struct place *place, DLDevice device) {
+    place->copies = 1;
+    place->device = device;
+    for (int i = 0; i < place->count; i++) {
+        moer_tensor_free(place->blocks[i].copy);
+        place->blocks[i].copy = new_bytes(device, place->blocks[i].bytes);
+    }
 }
 
 /* ---- Pointers ---- */

@@ -13,6 +13,9 @@ int test_device(DLDevice *device);
 /* Whether that is a GPU. */
 int on_gpu(void);
 
+/* Uninitialised memory of a device, for moer_tensor_free(). */
+DLTensor *new_bytes(DLDevice device, size_t bytes);
+
 struct block {
     unsigned char *host;
     size_t bytes;
@@ -36,6 +39,9 @@ void place_init(struct place *place);
 void place_add(struct place *place, void *host, size_t bytes);
 void place_remove(struct place *place, const void *host);
 void place_free(struct place *place);
+
+/* Takes all copies to another device. */
+void place_move(struct place *place, DLDevice device);
 
 /* The call as it runs there, until the next one. Pointers into no block stay as they are. */
 struct call *place_call(struct place *place, const struct call *call);

@@ -85,6 +85,8 @@ enum moer_status trial_run(struct trial *trial, enum scratch scratch);
 void trial_succeed(struct trial *trial, enum scratch scratch);
 /* The outputs must keep the reference's bounds. */
 void trial_compare(struct trial *trial);
+/* Those that are not NULL in expected, float32, must keep them around that instead. */
+void trial_compare_to(struct trial *trial, DLTensor *const expected[CALL_OUTPUTS]);
 /* The call must succeed with a workspace and without, with the same bits, within the reference's bounds; or, where its
  * shape is more than the backend takes, be refused. */
 void trial_check(struct trial *trial);

@@ -290,14 +290,15 @@ static void check_fences(struct trial *trial, enum moer_status status) {
     }
 }
 
-/* Gives the call a workspace of exactly the size it asks for, which ends where memory ends. */
+/* Gives the call a workspace of exactly the size it asks for, which ends where memory ends; where calls run elsewhere,
+ * which has no such end, with guard bytes behind it. */
 static unsigned char *map_workspace(struct trial *trial, size_t *mapped) {
     size_t size = 0;
     ck_assert_msg(call_workspace_size(place_call(&trial->place, &trial->call), &size) == MOER_OK, "%s: %s",
                   describe(&trial->plan), moer_last_error());
-    *mapped = size + 1;
+    *mapped = size + 1 + (trial->place.copies ? 512 : 0);
     unsigned char *block = map_block(mapped);
-    unsigned char *start = block + (*mapped - size) / 256 * 256;
+    unsigned char *start = block + (trial->place.copies ? 256 : (*mapped - size) / 256 * 256);
     memset(start, UNWRITTEN, size);
     trial->call.args.common.workspace = start;
     trial->call.args.common.workspace_size = size;

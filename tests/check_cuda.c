@@ -5,7 +5,7 @@
  * CK_RUN_CASE=name runs one test by itself, as in
  *     CK_RUN_CASE=bad_ids compute-sanitizer tests/check_cuda
  */
-#include "cuda.h"
+#include "support_cuda.h"
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -490,14 +490,14 @@ START_TEST(errors_do_not_stick) {
 END_TEST
 
 int main(void) {
-    int two = gpu_count() >= 2, roomy = free_memory() > (size_t)far_bytes + (1 << 30);
+    int gpus = gpu_count(), roomy = free_memory() > (size_t)far_bytes + (1 << 30);
     const struct test tests[] = {
         {like_the_cpu, LENGTH(compared) * EACH},
         {contexts, 2 * MOER_OPERATIONS},
         {devices_that_differ, MOER_OPERATIONS},
         {devices_that_are_missing, MOER_OPERATIONS},
         {managed_memory, EACH},
-        {second_device, two ? EACH : 0},
+        {second_device, gpus >= 2 ? EACH : 0},
         {bad_ids, 2 * EACH},
         {rows_far_apart, roomy ? MOER_OPERATIONS : 0},
         {no_memory, MOER_OPERATIONS},
@@ -505,9 +505,9 @@ int main(void) {
         {largest_shapes, MOER_OPERATIONS},
         {errors_do_not_stick, EACH},
     };
-    if (!two)
+    if (gpus == 1)
         puts("SKIP: second_device: it takes two GPUs");
-    if (!roomy)
+    if (gpus > 0 && !roomy)
         puts("SKIP: rows_far_apart: it takes 17 GiB of the GPU's memory");
     return run_cuda_tests("CUDA", tests, LENGTH(tests));
 }

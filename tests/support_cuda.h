@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the tests of the CUDA backend share: trials whose calls go to a stream. */
-#ifndef MOER_TESTS_CUDA_H
-#define MOER_TESTS_CUDA_H
+#ifndef MOER_TESTS_SUPPORT_CUDA_H
+#define MOER_TESTS_SUPPORT_CUDA_H
 
 #include <cuda_runtime_api.h>
 #include <stdlib.h>

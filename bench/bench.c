@@ -33,26 +33,39 @@ static const char *format_bytes(char text[16], size_t bytes) {
     return text;
 }
 
-static void print_heading(const struct bench_suite *suite) {
+static void print_heading(const struct bench *bench, const struct bench_suite *suite) {
     printf("\n%s, H = %lld, E = %lld, K = %lld, bfloat16\n", moer_operation_name(suite->operation),
            (long long)suite->dims.hidden, (long long)suite->dims.experts, (long long)suite->dims.top_k);
-    printf("%10s  %10s  %10s  %10s  %10s  %10s  %7s  %10s\n", "tokens", "time", "floor", "gemms", "time/floor",
-           "time/gemms", "GB/s", "workspace");
+    printf("%10s  %10s  ", "tokens", "time");
+    if (bench->peers->names[BENCH_LAUNCHED])
+        printf("%10s  ", "launched");
+    printf("%10s  %10s  %10s  %10s  %7s  ", "floor", "gemms", "time/floor", "time/gemms", "GB/s");
+    if (bench->copy_speed > 0)
+        printf("%7s  ", "of copy");
+    printf("%10s\n", "workspace");
 }
 
-static void print_times(const char *what, const double us[BENCH_TIMES]) {
-    char text[BENCH_TIMES][16];
-    printf("%10s  %10s  %10s  %10s  %10.2f  %10.2f", what, format_time(text[0], us[BENCH_OURS]),
-           format_time(text[1], us[BENCH_FLOOR]), format_time(text[2], us[BENCH_GEMMS]),
-           us[BENCH_OURS] / us[BENCH_FLOOR], us[BENCH_OURS] / us[BENCH_GEMMS]);
+static void print_times(const struct bench *bench, const char *what, const double us[BENCH_TIMES]) {
+    static const enum bench_time order[] = {BENCH_OURS, BENCH_LAUNCHED, BENCH_FLOOR, BENCH_GEMMS};
+    char text[16];
+    printf("%10s", what);
+    for (int i = 0; i < BENCH_TIMES; i++)
+        if (bench->peers->names[order[i]])
+            printf("  %10s", format_time(text, us[order[i]]));
+    printf("  %10.2f  %10.2f", us[BENCH_OURS] / us[BENCH_FLOOR], us[BENCH_OURS] / us[BENCH_GEMMS]);
 }
 
-static void print_case(const struct bench_case *one, const struct reference_report report[CALL_OUTPUTS]) {
+static void print_case(const struct bench *bench, const struct bench_case *one,
+                       const struct reference_report report[CALL_OUTPUTS]) {
     char text[256];
     snprintf(text, sizeof text, "%lld", (long long)one->tokens);
     if (one->checked) {
-        print_times(text, one->us);
-        printf("  %7.2f  %10s\n", one->bytes / one->us[BENCH_OURS] * 1e-3, format_bytes(text, one->workspace_bytes));
+        const double speed = one->bytes / one->us[BENCH_OURS] * 1e-3;
+        print_times(bench, text, one->us);
+        printf("  %7.2f", speed);
+        if (bench->copy_speed > 0)
+            printf("  %6.1f%%", 100 * speed / bench->copy_speed);
+        printf("  %10s\n", format_bytes(text, one->workspace_bytes));
         return;
     }
     printf("%10s  WRONG, and so not timed\n", text);
@@ -63,12 +76,12 @@ static void print_case(const struct bench_case *one, const struct reference_repo
         }
 }
 
-static void print_means(const struct bench_suite *suite) {
+static void print_means(const struct bench *bench, const struct bench_suite *suite) {
     for (int geometric = 1; geometric >= 0; geometric--) {
         double us[BENCH_TIMES];
         for (int i = 0; i < BENCH_TIMES; i++)
             us[i] = bench_mean(suite, (enum bench_time)i, geometric);
-        print_times(geometric ? "geomean" : "mean", us);
+        print_times(bench, geometric ? "geomean" : "mean", us);
         putchar('\n');
     }
 }
@@ -77,7 +90,7 @@ static void print_means(const struct bench_suite *suite) {
 
 static int time_suite(const struct bench *bench, struct bench_suite *suite) {
     int result = 0;
-    print_heading(suite);
+    print_heading(bench, suite);
     for (size_t i = 0; i < suite->count && result != EXIT_TROUBLE; i++) {
         struct bench_case *one = &suite->cases[i];
         struct reference_report report[CALL_OUTPUTS];
@@ -86,11 +99,11 @@ static int time_suite(const struct bench *bench, struct bench_suite *suite) {
         const int outcome = bench_measure(bench, suite, one, report);
         progress(NULL);
         if (outcome != EXIT_TROUBLE)
-            print_case(one, report);
+            print_case(bench, one, report);
         result = outcome > result ? outcome : result;
     }
     if (result == 0)
-        print_means(suite);
+        print_means(bench, suite);
     return result;
 }
 
@@ -157,10 +170,9 @@ static int plan_bench(struct bench *bench, const char *name, const struct comman
     for (int operation = 0; operation < MOER_OPERATIONS; operation++)
         if ((!name || operation == (int)only) && add_suite(bench, (enum moer_operation)operation, options) != 0)
             return EXIT_TROUBLE;
-    bench->threads = bench->peers->describe(bench->device, bench->device_name, sizeof bench->device_name);
     if (!bench_date(bench->date, sizeof bench->date))
         return complain("SOURCE_DATE_EPOCH '%s' must be a number of seconds", getenv("SOURCE_DATE_EPOCH"));
-    return 0;
+    return bench->peers->open(bench);
 }
 
 /* A file for results, opened before the work is done. NULL where none is asked for. */
@@ -179,9 +191,12 @@ static int close_file(const struct command_option *option, FILE *file) {
 
 static int run_bench(struct bench *bench) {
     int result = 0;
-    printf("%s, %d threads; %s, median of %llu; floor: %s, gemms: %s\n", bench->device_name, bench->threads,
-           bench->peers->method, (unsigned long long)bench->repeats, bench->peers->names[BENCH_FLOOR],
+    char setting[80];
+    printf("%s, %s; %s, median of %llu; floor: %s, gemms: %s\n", bench->device_name, bench_setting(bench, setting),
+           bench->method, (unsigned long long)bench->repeats, bench->peers->names[BENCH_FLOOR],
            bench->peers->names[BENCH_GEMMS]);
+    if (bench->notes[0])
+        printf("%s\n", bench->notes);
     for (size_t i = 0; i < bench->count && result != EXIT_TROUBLE; i++) {
         const int outcome = time_suite(bench, &bench->suites[i]);
         result = outcome > result ? outcome : result;

@@ -8,8 +8,8 @@
 #include "reference.h"
 
 /* What is timed of a case: the call; the floor, a plain copy of hidden_states to its gradient; the two matrix products
- * alone. */
-enum bench_time { BENCH_OURS, BENCH_FLOOR, BENCH_GEMMS, BENCH_TIMES };
+ * alone; the call as a program makes it, where that is not the same as the first. */
+enum bench_time { BENCH_OURS, BENCH_FLOOR, BENCH_GEMMS, BENCH_LAUNCHED, BENCH_TIMES };
 
 struct bench_case {
     int64_t tokens;
@@ -29,29 +29,28 @@ struct bench_suite {
 struct bench {
     DLDevice device;
     const struct bench_peers *peers;
-    char device_name[128], date[16];
-    int threads;
+    char date[16];
     uint64_t repeats;
+    /* What the peers say of the device and of themselves. */
+    char device_name[128];
+    char driver[64];   /* of a GPU, else empty */
+    int threads;       /* that work on the host */
+    char method[64];   /* "warm" */
+    char notes[256];   /* on the method, where there is more to say */
+    double copy_speed; /* GB/s that a large copy reads and writes, 0: not measured */
     size_t count;
     struct bench_suite suites[MOER_OPERATIONS];
 };
 
-typedef enum moer_status bench_work(void *context);
-
-/* How a kind of device is timed, and what its calls are compared with. */
+/* How a kind of device is timed, and what its calls are compared with. Both functions return 0, or EXIT_TROUBLE after a
+ * message. */
 struct bench_peers {
-    const char *names[BENCH_TIMES]; /* of what is timed */
-    const char *method;             /* "warm, after 2 calls" */
+    const char *names[BENCH_TIMES]; /* of what is timed; NULL: not on this device */
     uint64_t least_repeats;         /* also the usual number */
-    /* The device's name; returns the number of threads that work on the host. */
-    int (*describe)(DLDevice device, char *name, size_t size);
-    /* The operands of floor and gemms, for a call on the host and the same on the device. end() is due where begin()
-     * succeeds. */
-    enum moer_status (*begin)(const struct call *host, const struct call *placed, void **context);
-    void (*end)(void *context);
-    bench_work *floor, *gemms;
-    /* The median time of work(context). */
-    enum moer_status (*time)(bench_work *work, void *context, uint64_t repeats, double *us);
+    /* Makes the device ready and describes it in bench. */
+    int (*open)(struct bench *bench);
+    /* The median times of a call that was found right, on the host and the same on the device, and of its peers. */
+    int (*time)(const struct call *host, const struct call *placed, uint64_t repeats, double us[BENCH_TIMES]);
 };
 
 extern const struct bench_peers bench_peers_cpu;
@@ -61,8 +60,14 @@ extern const struct bench_peers bench_peers_cpu;
 int bench_measure(const struct bench *bench, const struct bench_suite *suite, struct bench_case *one,
                   struct reference_report report[CALL_OUTPUTS]);
 
+/* The median; sorts the times. */
+double bench_median(double *times, uint64_t count);
+
 /* The mean of a suite's times; NaN where one is missing. */
 double bench_mean(const struct bench_suite *suite, enum bench_time time, int geometric);
+
+/* What a time depends on beside the device: "2 threads" or the driver. */
+const char *bench_setting(const struct bench *bench, char text[80]);
 
 /* The commit that was built; the date as of SOURCE_DATE_EPOCH where that is set, 0 where it is no number. */
 const char *bench_commit(void);

@@ -63,25 +63,6 @@ static double bytes_to_move(const struct call *call) {
     return bytes;
 }
 
-static enum moer_status run_call(void *call) {
-    return call_run(call);
-}
-
-static enum moer_status time_case(const struct bench *bench, struct trial *trial, struct bench_case *one) {
-    const struct bench_peers *peers = bench->peers;
-    void *context = NULL;
-    enum moer_status status = peers->time(run_call, &trial->placed, bench->repeats, &one->us[BENCH_OURS]);
-    if (status == MOER_OK)
-        status = peers->begin(&trial->host, &trial->placed, &context);
-    if (status != MOER_OK)
-        return status;
-    status = peers->time(peers->floor, context, bench->repeats, &one->us[BENCH_FLOOR]);
-    if (status == MOER_OK)
-        status = peers->time(peers->gemms, context, bench->repeats, &one->us[BENCH_GEMMS]);
-    peers->end(context);
-    return status;
-}
-
 /* Runs the call once and compares. */
 static int check_trial(const struct bench *bench, struct trial *trial, struct reference_report report[CALL_OUTPUTS]) {
     const struct reference_options options = {.gpu = bench->device.device_type == kDLCUDA};
@@ -97,15 +78,13 @@ static int check_trial(const struct bench *bench, struct trial *trial, struct re
 int bench_measure(const struct bench *bench, const struct bench_suite *suite, struct bench_case *one,
                   struct reference_report report[CALL_OUTPUTS]) {
     struct trial trial;
-    enum moer_status status = begin_trial(&trial, suite, bench->device);
+    const enum moer_status status = begin_trial(&trial, suite, bench->device);
     int result = status == MOER_OK ? check_trial(bench, &trial, report) : complain("%s", library_error(status));
     one->checked = result == 0;
     if (result == 0) {
         one->bytes = bytes_to_move(&trial.host);
         one->workspace_bytes = trial.placed.args.common.workspace_size;
-        status = time_case(bench, &trial, one);
-        if (status != MOER_OK)
-            result = complain("%s", library_error(status));
+        result = bench->peers->time(&trial.host, &trial.placed, bench->repeats, one->us);
     }
     end_trial(&trial);
     return result;

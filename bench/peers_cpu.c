@@ -11,6 +11,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "command.h"
+
 enum { WARM_UPS = 2, LEAST_REPEATS = 9 };
 
 struct peers {
@@ -20,8 +22,7 @@ struct peers {
     float *logits, *gate, *states, *grad_states, *grad_gate; /* [N, E], [E, H], [N, H], [N, H], [E, H] */
 };
 
-static int describe(DLDevice device, char *name, size_t size) {
-    (void)device;
+static void find_name(char *name, size_t size) {
     FILE *file = fopen("/proc/cpuinfo", "r");
     char line[256];
     snprintf(name, size, "unknown CPU");
@@ -35,7 +36,13 @@ static int describe(DLDevice device, char *name, size_t size) {
     }
     if (file)
         fclose(file);
-    return omp_get_max_threads();
+}
+
+static int open_device(struct bench *bench) {
+    find_name(bench->device_name, sizeof bench->device_name);
+    snprintf(bench->method, sizeof bench->method, "warm");
+    bench->threads = omp_get_max_threads();
+    return 0;
 }
 
 static void widen(float *to, const DLTensor *from) {
@@ -44,8 +51,7 @@ static void widen(float *to, const DLTensor *from) {
             *to++ = (float)get_element(from, i, j, 0);
 }
 
-static void end(void *context) {
-    struct peers *peers = context;
+static void end(struct peers *peers) {
     free(peers->logits);
     free(peers->gate);
     free(peers->states);
@@ -59,7 +65,8 @@ static float *matrix(int64_t rows, int64_t columns) {
     return malloc((size_t)(rows * columns) * sizeof(float));
 }
 
-static enum moer_status begin(const struct call *host, const struct call *placed, void **context) {
+/* The operands of floor and gemms. end() is due where it succeeds. */
+static enum moer_status begin(const struct call *host, const struct call *placed, struct peers **result) {
     const struct dims dims = call_dims(host);
     const DLTensor *gate = call_tensor(host, "gate_weight");
     if (dims.hidden > INT_MAX || dims.tokens > INT_MAX)
@@ -93,8 +100,14 @@ static enum moer_status begin(const struct call *host, const struct call *placed
     }
     free(row);
     openblas_set_num_threads(omp_get_max_threads());
-    *context = peers;
+    *result = peers;
     return MOER_OK;
+}
+
+typedef enum moer_status work(void *context);
+
+static enum moer_status ours_work(void *call) {
+    return call_run(call);
 }
 
 static enum moer_status floor_work(void *context) {
@@ -119,12 +132,7 @@ static double now_us(void) {
     return (double)now.tv_sec * 1e6 + (double)now.tv_nsec * 1e-3;
 }
 
-static int compare_doubles(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static enum moer_status time_work(bench_work *work, void *context, uint64_t repeats, double *us) {
+static enum moer_status time_work(work *work, void *context, uint64_t repeats, double *us) {
     /* Threads that wait by spinning, OpenMP's or OpenBLAS's, would hold the cores of those that come after them. */
     const struct timespec pause = {.tv_nsec = 20000000};
     double *times = calloc(repeats, sizeof *times);
@@ -136,20 +144,29 @@ static enum moer_status time_work(bench_work *work, void *context, uint64_t repe
         if (i >= WARM_UPS)
             times[i - WARM_UPS] = now_us() - start;
     }
-    if (status == MOER_OK) {
-        qsort(times, repeats, sizeof *times, compare_doubles);
-        *us = (times[(repeats - 1) / 2] + times[repeats / 2]) / 2;
-    }
+    if (status == MOER_OK)
+        *us = bench_median(times, repeats);
     free(times);
     return status;
 }
 
-const struct bench_peers bench_peers_cpu = {.names = {"moerouter", "memcpy", "OpenBLAS sgemm"},
-                                            .method = "warm",
-                                            .least_repeats = LEAST_REPEATS,
-                                            .describe = describe,
-                                            .begin = begin,
-                                            .end = end,
-                                            .floor = floor_work,
-                                            .gemms = gemms_work,
-                                            .time = time_work};
+static int time_case(const struct call *host, const struct call *placed, uint64_t repeats, double us[BENCH_TIMES]) {
+    struct call ours = *placed;
+    struct peers *peers = NULL;
+    enum moer_status status = time_work(ours_work, &ours, repeats, &us[BENCH_OURS]);
+    if (status == MOER_OK)
+        status = begin(host, placed, &peers);
+    if (status == MOER_OK)
+        status = time_work(floor_work, peers, repeats, &us[BENCH_FLOOR]);
+    if (status == MOER_OK)
+        status = time_work(gemms_work, peers, repeats, &us[BENCH_GEMMS]);
+    if (peers)
+        end(peers);
+    return status == MOER_OK ? 0 : complain("%s", library_error(status));
+}
+
+const struct bench_peers bench_peers_cpu = {
+    .names = {[BENCH_OURS] = "moerouter", [BENCH_FLOOR] = "memcpy", [BENCH_GEMMS] = "OpenBLAS sgemm"},
+    .least_repeats = LEAST_REPEATS,
+    .open = open_device,
+    .time = time_case};

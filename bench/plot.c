@@ -7,10 +7,13 @@
 
 enum { WIDTH = 530, HEIGHT = 430, LEFT = 66, RIGHT = 390, TOP = 118, BOTTOM = 376, LINE = 16 };
 
+/* What has a line: ours, floor and gemms. */
+enum { LINES = BENCH_GEMMS + 1 };
+
 static const char text_colour[] = "#7b8088";
-static const char *const colours[BENCH_TIMES] = {"#e8590c", "#868e96", "#3b82f6"};
-static const char *const strokes[BENCH_TIMES] = {
-    "stroke-width=\"2.5\"", "stroke-width=\"1.5\" stroke-dasharray=\"4 3\"", "stroke-width=\"1.5\""};
+static const char *const colours[LINES] = {"#e8590c", "#868e96", "#3b82f6"};
+static const char *const strokes[LINES] = {"stroke-width=\"2.5\"", "stroke-width=\"1.5\" stroke-dasharray=\"4 3\"",
+                                           "stroke-width=\"1.5\""};
 
 /* ---- Axes ------------------------------------------------------------------------------------------------------- */
 
@@ -104,16 +107,16 @@ static double draw_line(FILE *file, const struct bench_suite *suite, int time, c
 }
 
 /* The names at the ends of the lines, moved apart where they would touch. */
-static void draw_names(FILE *file, const struct bench *bench, const double heights[BENCH_TIMES]) {
-    int order[BENCH_TIMES] = {0, 1, 2};
+static void draw_names(FILE *file, const struct bench *bench, const double heights[LINES]) {
+    int order[LINES] = {0, 1, 2};
     double lowest = TOP - LINE;
-    for (int i = 1; i < BENCH_TIMES; i++)
+    for (int i = 1; i < LINES; i++)
         for (int j = i; j > 0 && heights[order[j]] < heights[order[j - 1]]; j--) {
             const int swapped = order[j];
             order[j] = order[j - 1];
             order[j - 1] = swapped;
         }
-    for (int i = 0; i < BENCH_TIMES; i++) {
+    for (int i = 0; i < LINES; i++) {
         lowest = fmax(heights[order[i]], lowest + LINE);
         fprintf(file, "<text x=\"%d\" y=\"%.1f\" style=\"fill:%s\">%s</text>\n", RIGHT + 8, lowest + 4,
                 colours[order[i]], bench->peers->names[order[i]]);
@@ -127,7 +130,7 @@ static int time_range(const struct bench_suite *suite, double *least, double *gr
     *least = INFINITY;
     *greatest = 0;
     for (size_t i = 0; i < suite->count; i++)
-        for (int time = 0; time < BENCH_TIMES; time++) { /* fmin() and fmax() take the number of a number and NaN */
+        for (int time = 0; time < LINES; time++) { /* fmin() and fmax() take the number of a number and NaN */
             *least = fmin(*least, suite->cases[i].us[time]);
             *greatest = fmax(*greatest, suite->cases[i].us[time]);
         }
@@ -137,12 +140,12 @@ static int time_range(const struct bench_suite *suite, double *least, double *gr
 static void draw_panel(FILE *file, const struct bench *bench, const struct bench_suite *suite) {
     const struct axis x =
         axis_of((double)suite->cases[0].tokens, (double)suite->cases[suite->count - 1].tokens, LEFT, RIGHT);
-    double least, greatest, heights[BENCH_TIMES];
+    double least, greatest, heights[LINES];
     fprintf(file, "<text class=\"name\" x=\"%d\" y=\"%d\">%s</text>\n", LEFT, TOP - 40,
             moer_operation_name(suite->operation));
     fprintf(file, "<text x=\"%d\" y=\"%d\">H = %lld, E = %lld, K = %lld, bfloat16; %s, median of %llu</text>\n", LEFT,
             TOP - 40 + LINE, (long long)suite->dims.hidden, (long long)suite->dims.experts,
-            (long long)suite->dims.top_k, bench->peers->method, (unsigned long long)bench->repeats);
+            (long long)suite->dims.top_k, bench->method, (unsigned long long)bench->repeats);
     draw_ticks(file, &x, 7, draw_tokens_tick);
     fprintf(file, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">tokens</text>\n", (LEFT + RIGHT) / 2,
             BOTTOM + 2 * LINE + 4);
@@ -151,7 +154,7 @@ static void draw_panel(FILE *file, const struct bench *bench, const struct bench
         return;
     const struct axis y = axis_of(least, greatest, BOTTOM, TOP);
     draw_ticks(file, &y, 10, draw_time_tick);
-    for (int time = BENCH_TIMES - 1; time >= 0; time--) /* ours over the others */
+    for (int time = LINES - 1; time >= 0; time--) /* ours over the others */
         heights[time] = draw_line(file, suite, time, &x, &y);
     draw_names(file, bench, heights);
 }
@@ -166,6 +169,7 @@ static void write_text(FILE *file, const char *text) {
 }
 
 void bench_write_plot(const struct bench *bench, FILE *file) {
+    char setting[80];
     fprintf(file,
             "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n"
             "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 %d %d\" width=\"%d\" height=\"%d\">\n"
@@ -174,8 +178,8 @@ void bench_write_plot(const struct bench *bench, FILE *file) {
             WIDTH * (int)bench->count, HEIGHT, WIDTH * (int)bench->count, HEIGHT, text_colour, text_colour);
     fprintf(file, "<text class=\"title\" x=\"%d\" y=\"28\">", LEFT);
     write_text(file, bench->device_name);
-    fprintf(file, "</text>\n<text x=\"%d\" y=\"%d\">%d threads; moerouter %s, commit %s, %s</text>\n", LEFT,
-            28 + LINE + 2, bench->threads, moer_version(), bench_commit(), bench->date);
+    fprintf(file, "</text>\n<text x=\"%d\" y=\"%d\">%s; moerouter %s, commit %s, %s</text>\n", LEFT, 28 + LINE + 2,
+            bench_setting(bench, setting), moer_version(), bench_commit(), bench->date);
     for (size_t i = 0; i < bench->count; i++) {
         fprintf(file, "<g transform=\"translate(%d 0)\">\n", WIDTH * (int)i);
         draw_panel(file, bench, &bench->suites[i]);

@@ -3,6 +3,8 @@
  * is held to the double-precision loop first: what is wrong has no time. */
 #include "bench.h"
 
+#include "config.h"
+
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -155,15 +157,26 @@ static int add_suite(struct bench *bench, enum moer_operation operation, const s
     return read_dims(&options[HIDDEN], 1, &suite->dims);
 }
 
+/* How the device is timed; NULL where this build cannot. */
+static const struct bench_peers *find_peers(DLDevice device) {
+    if (device.device_type == kDLCPU)
+        return &bench_peers_cpu;
+#ifdef MOER_CUDA_BENCH
+    return &bench_peers_cuda;
+#else
+    return NULL;
+#endif
+}
+
 /* What is to be timed, and how. */
 static int plan_bench(struct bench *bench, const char *name, const struct command_option *options) {
     enum moer_operation only = MOER_OPERATIONS;
     const char *device_name = options[DEVICE].value ? options[DEVICE].value : "cpu";
     if ((name && read_operation(name, &only) != 0) || read_device(device_name, &bench->device) != 0)
         return EXIT_TROUBLE;
-    if (bench->device.device_type != kDLCPU)
+    bench->peers = find_peers(bench->device);
+    if (!bench->peers)
         return complain("this build has no benchmark for cuda devices");
-    bench->peers = &bench_peers_cpu;
     bench->repeats = bench->peers->least_repeats;
     if (read_number(&options[REPEATS], bench->peers->least_repeats, 1000000, &bench->repeats) != 0)
         return EXIT_TROUBLE;

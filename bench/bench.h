@@ -53,7 +53,7 @@ struct bench_peers {
     int (*time)(const struct call *host, const struct call *placed, uint64_t repeats, double us[BENCH_TIMES]);
 };
 
-extern const struct bench_peers bench_peers_cpu;
+extern const struct bench_peers bench_peers_cpu, bench_peers_cuda;
 
 /* Holds a case of a suite to the loop and, if it is right, times it. Returns 0; EXIT_BROKEN where it is wrong, which
  * the report tells of; EXIT_TROUBLE after a message. */

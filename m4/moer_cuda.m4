@@ -4,8 +4,9 @@
 #   --with-cuda=auto|no|yes|DIR   auto: built where nvcc is found and compiles for the targets
 #   --enable-cuda-builtin         a part of the library instead of a module
 #   NVCC, NVCCFLAGS, NVCC_GENCODE
-# Sets cuda_backend (no, module, builtin), the conditionals CUDA, CUDA_MODULE and CUDA_BUILTIN, and substitutes NVCC,
-# NVCCFLAGS, NVCC_GENCODE, NVCC_LTFLAGS, CUDA_DEFS, CUDA_CPPFLAGS, CUDA_LIBS and, for moerouter.pc, CUDA_PC_LIBS.
+# Sets cuda_backend (no, module, builtin), cuda_bench (no, yes), the conditionals CUDA, CUDA_MODULE, CUDA_BUILTIN and
+# CUDA_BENCH, and substitutes NVCC, NVCCFLAGS, NVCC_GENCODE, NVCC_LTFLAGS, CUDA_DEFS, CUDA_LIBS and, for moerouter.pc,
+# CUDA_PC_LIBS; for C programs that know CUDA, CUDA_CPPFLAGS and, for the benchmark, CUDA_BENCH_LIBS.
 AC_DEFUN([MOER_CUDA], [
 AC_ARG_VAR([NVCC], [CUDA compiler])
 AC_ARG_VAR([NVCCFLAGS], [CUDA compiler flags])
@@ -59,6 +60,28 @@ AS_IF([test $cuda_backend = module], [
 AS_IF([test $cuda_backend = builtin], [
   CUDA_PC_LIBS=$CUDA_LIBS
   AC_DEFINE([MOER_CUDA_BUILTIN], [1], [Define to 1 where the CUDA backend is inside the library.])])
+# The benchmark is C, and looks for CUPTI and cuBLASLt when it runs: of those it needs the headers.
+cuda_bench=no
+AS_IF([test $cuda_backend != no], [
+  CUDA_BENCH_LIBS="-L$cuda_root/lib64 -lcudart_static -ldl -lrt -lpthread"
+  AC_MSG_CHECKING([for the headers of CUPTI and cuBLASLt])
+  moer_saved_cppflags=$CPPFLAGS
+  CPPFLAGS="$CPPFLAGS $CUDA_CPPFLAGS"
+  AC_COMPILE_IFELSE([AC_LANG_PROGRAM([[#include <cuda_runtime_api.h>
+#include <cupti.h>
+#include <cublasLt.h>
+CUpti_ActivityKernel10 kernel;
+CUpti_ActivityMemcpy6 copy;
+CUpti_ActivityMemset4 set;
+cublasLtMatmulHeuristicResult_t result;]])], [cuda_bench=yes])
+  CPPFLAGS=$moer_saved_cppflags
+  AC_MSG_RESULT([$cuda_bench])
+])
+AS_IF([test $cuda_bench = yes], [
+  AC_DEFINE([MOER_CUDA_BENCH], [1], [Define to 1 where the benchmark can time CUDA devices.])
+  AC_DEFINE_UNQUOTED([MOER_CUDA_ROOT], ["$cuda_root"], [Folder of the CUDA toolkit.])])
+AC_SUBST([CUDA_BENCH_LIBS])
+AM_CONDITIONAL([CUDA_BENCH], [test $cuda_bench = yes])
 AC_DEFINE([MOER_CUDA_MODULE], ["cuda.so"], [File name of the CUDA backend's module.])
 AC_SUBST([CUDA_CPPFLAGS])
 AC_SUBST([CUDA_LIBS])

@@ -36,7 +36,7 @@ struct bench {
     char driver[64];   /* of a GPU, else empty */
     int threads;       /* that work on the host */
     char method[64];   /* "warm" */
-    char notes[256];   /* on the method, where there is more to say */
+    char notes[384];   /* on the method, where there is more to say */
     double copy_speed; /* GB/s that a large copy reads and writes, 0: not measured */
     size_t count;
     struct bench_suite suites[MOER_OPERATIONS];

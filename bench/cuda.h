@@ -27,8 +27,8 @@ int spans_open(char *reason, size_t size);
 void spans_close(void);
 /* Forgets what has been recorded; the device must be idle, here and below. */
 int spans_reset(void);
-/* How many activities have been recorded. */
-int spans_count(uint64_t *count);
+/* How many memsets of so many bytes have been recorded. */
+int spans_count(size_t flush_bytes, uint64_t *count);
 /* The spans in us of so many calls: each from the start of the first activity to the end of the last between one memset
  * of flush_bytes and the next. */
 int spans_read(size_t flush_bytes, uint64_t calls, double *us);
@@ -81,7 +81,8 @@ int ring_compare(const struct ring *ring, const struct call *host, int exact, co
 /* cuda_gemms.c: the two products alone, by cuBLASLt ------------------------------------------------------------------
  */
 
-int gemms_open(void);
+/* version: of cuBLASLt, 130100 for 13.1.0. */
+int gemms_open(size_t *version);
 /* Finds the fastest way to make them of the ring's operands, and times both in one graph. */
 int gemms_time(const struct ring *ring, const struct call *host, uint64_t repeats, double *us);
 

@@ -18,6 +18,7 @@ enum { CANDIDATES = 8, CANDIDATE_REPEATS = 20, WORKSPACE_BYTES = 32 << 20 };
 static union {
     struct {
         __typeof__(&cublasLtCreate) create;
+        __typeof__(&cublasLtGetVersion) version;
         __typeof__(&cublasLtGetStatusString) status_string;
         __typeof__(&cublasLtMatmulDescCreate) desc_create;
         __typeof__(&cublasLtMatmulDescDestroy) desc_destroy;
@@ -30,10 +31,11 @@ static union {
         __typeof__(&cublasLtMatmulAlgoGetHeuristic) heuristic;
         __typeof__(&cublasLtMatmul) matmul;
     };
-    void *addresses[12];
+    void *addresses[13];
 } blas;
 
 static const char *const blas_names[] = {"cublasLtCreate",
+                                         "cublasLtGetVersion",
                                          "cublasLtGetStatusString",
                                          "cublasLtMatmulDescCreate",
                                          "cublasLtMatmulDescDestroy",
@@ -54,7 +56,7 @@ static int blas_failed(cublasStatus_t status, const char *call) {
     return status == CUBLAS_STATUS_SUCCESS ? 0 : complain("%s: %s", call, blas.status_string(status));
 }
 
-int gemms_open(void) {
+int gemms_open(size_t *version) {
     char soname[32], reason[256];
     snprintf(soname, sizeof soname, "libcublasLt.so.%d", CUBLAS_VER_MAJOR);
     void *library = cuda_open_library(soname, reason, sizeof reason);
@@ -63,6 +65,7 @@ int gemms_open(void) {
     const char *missing = cuda_find_functions(library, blas_names, blas.addresses);
     if (missing)
         return complain("%s has no %s", soname, missing);
+    *version = blas.version();
     return blas_failed(blas.create(&handle), "cublasLtCreate") ||
                    cuda_failed(cudaMalloc(&workspace, WORKSPACE_BYTES), "cudaMalloc of cuBLASLt's workspace")
                ? EXIT_TROUBLE

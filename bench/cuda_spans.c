@@ -155,10 +155,12 @@ int spans_reset(void) {
     return 0;
 }
 
-int spans_count(uint64_t *count) {
+int spans_count(size_t flush_bytes, uint64_t *count) {
     const int result = collect();
+    *count = 0;
     pthread_mutex_lock(&found.lock);
-    *count = found.count;
+    for (size_t i = 0; i < found.count; i++)
+        *count += found.records[i].set_bytes == flush_bytes;
     pthread_mutex_unlock(&found.lock);
     return result;
 }

@@ -42,16 +42,17 @@ static int allocate(int device) {
     return cuda_failed(cudaMalloc(&timer.flush, timer.flush_bytes), "cudaMalloc of the flush");
 }
 
-/* Whether a memset leaves a record: CUPTI may be there, and agree to everything, and record nothing. */
+/* Whether a flush leaves its record: CUPTI may be there, and agree to everything, and record nothing. */
 static int probe_spans(int *works) {
     uint64_t count = 0;
-    const int result = wait_for_device() || spans_reset() || flush_cache() || wait_for_device() || spans_count(&count);
+    const int result = wait_for_device() || spans_reset() || flush_cache() || wait_for_device() ||
+                       spans_count(timer.flush_bytes, &count);
     *works = count == 1;
     return result ? EXIT_TROUBLE : 0;
 }
 
 int timer_open(int device, char *method, size_t method_size, char *notes, size_t notes_size) {
-    char reason[160] = "it records nothing";
+    char reason[160] = "it does not record memsets";
     timer.by_spans = spans_open(reason, sizeof reason) == 0; /* before there is a context, so that it sees all of it */
     if (allocate(device) != 0)
         return EXIT_TROUBLE;
@@ -62,10 +63,8 @@ int timer_open(int device, char *method, size_t method_size, char *notes, size_t
             spans_close();
     }
     snprintf(method, method_size, "%s, dirty L2", timer.by_spans ? "CUPTI spans" : "CUDA events");
-    if (timer.by_spans)
-        snprintf(notes, notes_size, "time and gemms as captured graphs");
-    else
-        snprintf(notes, notes_size, "time and gemms as captured graphs; events since CUPTI is no help: %s", reason);
+    snprintf(notes, notes_size, "time and gemms as captured graphs, floor as launched%s%s",
+             timer.by_spans ? "" : "; events, not CUPTI: ", timer.by_spans ? "" : reason);
     return 0;
 }
 

@@ -41,6 +41,7 @@ static int open_device(struct bench *bench) {
     const int number = bench->device.device_id;
     const char *reason = backend_unavailable();
     struct cudaDeviceProp properties;
+    size_t version = 0;
     int count = 0;
     if (reason)
         return complain("cuda:%d cannot be used: %s", number, reason);
@@ -50,12 +51,13 @@ static int open_device(struct bench *bench) {
         return complain("there is no device cuda:%d, only %d", number, count);
     if (cuda_failed(cudaGetDeviceProperties(&properties, number), "cudaGetDeviceProperties") ||
         find_driver(bench->driver, sizeof bench->driver) ||
-        timer_open(number, bench->method, sizeof bench->method, bench->notes, sizeof bench->notes) || gemms_open() ||
-        timer_copy_speed(&bench->copy_speed))
+        timer_open(number, bench->method, sizeof bench->method, bench->notes, sizeof bench->notes) ||
+        gemms_open(&version) || timer_copy_speed(&bench->copy_speed))
         return EXIT_TROUBLE;
     snprintf(bench->device_name, sizeof bench->device_name, "%.127s", properties.name);
     snprintf(bench->notes + strlen(bench->notes), sizeof bench->notes - strlen(bench->notes),
-             "; a copy of 256 MiB reads and writes %.0f GB/s", bench->copy_speed);
+             "; cuBLASLt %zu.%zu.%zu; a copy of 256 MiB reads and writes %.0f GB/s", version / 10000,
+             version / 100 % 100, version % 100, bench->copy_speed);
     bench->threads = 1; /* the one that launches */
     return 0;
 }

@@ -121,7 +121,20 @@ done
 check 'bench with no expert' 2 'must be a number' bench $softmax --experts 0 --json "$work/out"
 check 'bench with top_k above experts' 2 'only 4 experts' bench $softmax --experts 4 --json "$work/out"
 check 'bench with too few repeats' 2 'from 9' bench $softmax --repeats 8 --json "$work/out"
-check 'bench of a GPU' 2 'no benchmark for cuda devices' bench $softmax --device cuda:0 --json "$work/out"
+"$MOEROUTER" bench --device cuda:2147483647 >"$work/log" 2>&1
+if grep -q 'no benchmark for cuda devices' "$work/log"; then
+    gpu_bench=missing
+    check 'bench of a GPU without its headers' 2 'this build has no' bench $softmax --device cuda:0 --json "$work/out"
+elif "$MOEROUTER" info | grep -q '^cuda: available'; then
+    gpu_bench=runs
+    check 'bench of a GPU that is not here' 2 'no device cuda:999' bench $softmax --device cuda:999 --json "$work/out"
+else
+    gpu_bench=idle
+    check 'bench without a GPU' 2 'cuda:0 cannot be used: ' bench $softmax --device cuda:0 --json "$work/out"
+fi
+if [ $gpu_bench != missing ]; then
+    check 'bench of a GPU with too few repeats' 2 'from 50' bench --device cuda:0 --repeats 49 --json "$work/out"
+fi
 holds 'nothing was written' fails test -e "$work/out"
 if [ -c /dev/full ]; then
     for argument in --help --version info; do
@@ -292,6 +305,14 @@ holds 'bench of one token' bench $sigmoid --tokens 1 --repeats 10
 cp "$work/log" "$work/table"
 holds 'its files are valid, too' valid
 holds 'has no other operation' fails grep -q $softmax "$work/table" "$work/json" "$work/svg"
+if [ $gpu_bench = runs ]; then
+    holds 'bench of a GPU' bench --device cuda:0 --tokens 300,17
+    cp "$work/log" "$work/table"
+    holds 'says how it is timed' has "$work/table" 'driver ' 'dirty L2' 'of copy' launched cudaMemcpyAsync cuBLASLt
+    holds 'its files are valid, too' valid
+    holds 'its JSON has all' has "$work/json" '"method": "' '"driver": "' '"copy_gb_s": ' '"launched_us": ' \
+        '"launched_geomean_us": ' '"floor_us": ' '"gemms_us": ' '"checked": true'
+fi
 SOURCE_DATE_EPOCH=today
 check 'a date that is none' 2 "'today'" bench $softmax --tokens 1
 unset SOURCE_DATE_EPOCH

@@ -28,7 +28,7 @@ static const struct subcommand {
      "  --hidden H           hidden size\n"
      "  --experts E          number of experts\n"
      "  --top-k K            experts chosen for each token, at most E\n"
-     "  --repeats R          times are medians of so many, at least 9 (9)\n"
+     "  --repeats R          times are medians of so many, at least 9 on a CPU, 50 on a GPU (as many)\n"
      "  --json FILE          write the results as JSON\n"
      "  --plot FILE          write a plot of the results as SVG\n"
      "\n"

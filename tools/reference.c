@@ -141,13 +141,17 @@ struct sums {
     double *product, *magnitude, *spread;
 };
 
-/* Adds the terms of g * x to a chunk of a row, g being off by spread at most. */
-static void add_terms(struct sums to, int64_t at, double g, double spread, const double *restrict x) {
+/* Adds the terms of g * x to a chunk of a row, g being off by spread at most. A factor that is not zero counts as least
+ * at least in their magnitudes. */
+static void add_terms(struct sums to, int64_t at, double g, double spread, double least, const double *restrict x) {
     double *restrict product = to.product + at, *restrict magnitude = to.magnitude + at;
     for (int i = 0; i < CHUNK; i++) {
         product[i] += g * x[i];
         magnitude[i] += fabs(g * x[i]);
     }
+    for (int i = 0; least > 0.0 && i < CHUNK; i++)
+        if (g * x[i] != 0.0)
+            magnitude[i] += fmax(fabs(g), least) * fmax(fabs(x[i]), least) - fabs(g * x[i]);
     if (spread == 0.0)
         return;
     double *restrict spreads = to.spread + at;
@@ -158,6 +162,7 @@ static void add_terms(struct sums to, int64_t at, double g, double spread, const
 /* Everything in memory: gate and the weight gradient's sums are [E, width], the rest is a block of tokens. */
 struct work {
     int64_t width; /* H, padded */
+    double least;  /* the magnitude that factors count as at least */
     double *gate, *hidden, *G, *low, *high, *spread;
     struct sums to_hidden, to_weight;
     void *memory;
@@ -205,9 +210,11 @@ static void add_block(struct work *work, struct dims dims, int64_t tokens, int w
                 if (g == 0.0 && spread == 0.0)
                     continue;
                 if (want_hidden)
-                    add_terms(work->to_hidden, n * work->width + at, g, spread, work->gate + e * work->width + at);
+                    add_terms(work->to_hidden, n * work->width + at, g, spread, work->least,
+                              work->gate + e * work->width + at);
                 if (want_weight)
-                    add_terms(work->to_weight, e * work->width + at, g, spread, work->hidden + n * work->width + at);
+                    add_terms(work->to_weight, e * work->width + at, g, spread, work->least,
+                              work->hidden + n * work->width + at);
             }
 }
 
@@ -333,6 +340,7 @@ int reference_compare(const struct call *call, const struct reference_options *o
         check[i] = check_of(call, options, i, &report[i]);
     if (work_new(&work, loop.dims))
         return -1;
+    work.least = options->gpu && loop.dtype.code == kDLFloat && loop.dtype.bits == 16 ? 0x1p-14 : 0.0;
     const DLTensor *hidden = call_tensor(call, "hidden_states"), *gate = call_tensor(call, "gate_weight");
     load_rows(work.gate, work.width, gate ? gate : call_tensor(call, "weight"), 0, loop.dims.experts);
     for (int64_t first = 0; first < loop.dims.tokens; first += BLOCK) {

@@ -7,7 +7,9 @@
  * bits of the chain. Products: with G = R(G*), y its exact product, A = |G| |W| (|G|^T |X|), S = max |R(G* +- delta) -
  * R(G*)| (0 for sigmoid), sigma = S |W| (S^T |X|): |out - y| <= 1.01 sigma + u |y| + c A + h, u = 2^-8 (bfloat16),
  * 2^-11 (float16), 2^-23 (float32), h = 2^-126 (float16: 2^-25), c = 2^-20 on the CPU and 2^-20 (1 + n/512) on a GPU, n
- * terms summed. With accumulate, y is the old value plus the product and A gains |old|. No element is excused. */
+ * terms summed. Tensor cores take float16's subnormals as they are stored, not normalized, and cut a product off where
+ * they would cut off one of factors of 2^-14: on a GPU, float16 factors count as 2^-14 at least in A, unless they are
+ * zero. With accumulate, y is the old value plus the product and A gains |old|. No element is excused. */
 #ifndef MOER_TOOLS_REFERENCE_H
 #define MOER_TOOLS_REFERENCE_H
 

@@ -153,13 +153,15 @@ int64_t round_up(int64_t value, int64_t multiple) {
  * since each costs a write and a read of the whole gradient, but as many as give most multiprocessors a tile, and a
  * chain of tensor-core additions stays within 2048 terms. */
 int64_t choose_split(int64_t tokens, int64_t tiles) {
-    enum { FEWEST = 384, MOST = 2048, ENOUGH_TILES = 128, STEP = 64 };
+    enum { FEWEST = 320, MOST = 2048, ENOUGH_TILES = 96, STEP = 64 };
+    if (tokens == 0 || tiles == 0)
+        return STEP;
     int64_t splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
     if (splits > divide_up(tokens, FEWEST))
         splits = divide_up(tokens, FEWEST);
     if (splits < divide_up(tokens, MOST))
         splits = divide_up(tokens, MOST);
-    return splits < 1 ? STEP : round_up(divide_up(tokens, splits), STEP);
+    return round_up(divide_up(tokens, splits), STEP);
 }
 
 /* The problem of a call, complete but for the workspace's address: the parts' offsets stand there. */
@@ -204,18 +206,24 @@ enum moer_status plan(enum moer_operation operation, const void *args, problem *
     return MOER_OK;
 }
 
-/* Whether the kernels for sm_90a run there; MOER_CUDA_ARCH=generic does without. */
-bool is_tuned(int device) {
+/* Whether the kernels for sm_90a run there. MOER_CUDA_ARCH, read once, can do without them: generic. */
+enum moer_status choose_kernels(int device, bool *tuned, moer_message *message) {
+    static const char *const forced = getenv("MOER_CUDA_ARCH");
+    const bool generic = forced && strcmp(forced, "generic") == 0, hopper = forced && strcmp(forced, "sm_90a") == 0;
     int major = 0, minor = 0;
 #ifdef MOER_CUDA_SM90A
-    const char *forced = getenv("MOER_CUDA_ARCH");
-    if (forced && strcmp(forced, "generic") == 0)
-        return false;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     cudaGetLastError();
 #endif
-    return major == 9 && minor == 0;
+    *tuned = major == 9 && minor == 0 && !generic;
+    if (forced && *forced && !generic && !hopper)
+        return moer_fail(message, MOER_INVALID, "MOER_CUDA_ARCH is %.32s but must be one of generic, sm_90a", forced);
+    if (hopper && !*tuned)
+        return moer_fail(message, MOER_UNSUPPORTED,
+                         "MOER_CUDA_ARCH is sm_90a, but cuda:%d is no such device, or this build has no such kernels",
+                         device);
+    return MOER_OK;
 }
 
 /* ---- Workspaces ---- */
@@ -277,6 +285,9 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     current_device current(device, message);
     if (current.status)
         return current.status;
+    status = choose_kernels(device, &problem.tuned, message);
+    if (status)
+        return status;
     auto common = static_cast<const common_args *>(args);
     auto stream = static_cast<cudaStream_t>(common->stream);
     void *workspace = common->workspace;
@@ -285,7 +296,6 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     if (status)
         return status;
     problem.logits = static_cast<char *>(workspace);
-    problem.tuned = is_tuned(device);
     problem.partials = reinterpret_cast<float *>(problem.logits + reinterpret_cast<uintptr_t>(problem.partials));
     status = launch_all(problem, stream, message);
     if (!common->workspace && workspace) {
@@ -309,7 +319,11 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
     if (status)
         return status;
-    const bool tuned = problem.weight.type != F32 && is_tuned(device);
+    bool tuned = false;
+    status = choose_kernels(device, &tuned, message);
+    if (status)
+        return status;
+    tuned = tuned && problem.weight.type != F32;
     return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products, weight gradient in %lld splits of %lld tokens",
                      device, tuned ? "sm_90a" : "generic",
                      problem.weight.type == F32 ? "float32"
@@ -358,8 +372,8 @@ enum moer_status copy(void *to, DLDevice to_device, const void *from, DLDevice f
     if (current.status)
         return current.status;
     cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
-    if (error == cudaSuccess)
-        error = cudaDeviceSynchronize();
+    if (error == cudaSuccess) /* no more than the copy, so that other streams may capture */
+        error = cudaStreamSynchronize(cudaStreamLegacy);
     return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a copy");
 }
 

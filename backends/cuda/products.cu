@@ -6,15 +6,16 @@
  *     weight gradient      tiles of 64, 128 or 160 experts x 128 columns, terms over a split of the tokens:  A = G^T,
  * whose terms are the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
  *
- * B is the gate or the hidden states, rows of columns. 16-bit operands are multiplied by mma.sync m16n8k16: a block of
- * 4 warps, 2 x 2 over the tile, takes 64 terms at a time from a ring of buffers that cp.async fills, across the tiles
- * of a run without a stop. A row's chunks of 16 bytes are XORed with its number so that ldmatrix meets no bank twice. B
- * does not depend on the kernel before, so it is on its way while that one ends. Budget: 113 KB of shared memory and
- * 256 registers a thread, two blocks to a multiprocessor; 80 (64 x 64 warps) bytes of shared memory a clock at the full
- * rate of mma.sync. float32 operands go through the same ring into fused multiply-adds.
+ * B is the gate or the hidden states, rows of columns. A block of 4 warps takes 64 terms at a time from a ring of
+ * buffers that cp.async fills, across the tiles of a run without a stop. 16-bit operands are multiplied by wgmma on
+ * Hopper and by mma.sync m16n8k16, 2 x 2 warps over the tile, everywhere else; a row's chunks of 16 bytes are XORed
+ * with its number, as wgmma wants it and so that ldmatrix meets no bank twice. B does not depend on the kernel before,
+ * so it is on its way while that one ends. Budget: 113 KB of shared memory and 256 registers a thread, two blocks to a
+ * multiprocessor; 80 bytes of shared memory a clock at the full rate of mma.sync. float32 operands go through the same
+ * ring into fused multiply-adds.
  *
- * Splits depend on the number of tokens alone, and a tile's terms are added in ascending order wherever it lies: the
- * bits of a row of grad_hidden_states depend on that token alone. */
+ * Splits depend on shapes alone, and a tile's terms are added in ascending order wherever it lies: the bits of a row of
+ * grad_hidden_states depend on that token alone. */
 #include "common.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
@@ -704,19 +705,16 @@ ring choose_ring(int rows, int kept_steps, int *bytes) {
     }
 }
 
-/* Tiles a run: what brings all blocks onto the device at once, if that is two or three, better still one to a
- * multiprocessor; otherwise a few blocks to each place. */
+/* Tiles a run: so many that the blocks fill the device once, one to a multiprocessor or two, or else as few whole times
+ * as short enough runs allow: a last few blocks would leave most of it idle. */
 int64_t choose_run(int64_t weight_tiles, int64_t down, int64_t across) {
-    const int64_t places = attribute(cudaDevAttrMultiProcessorCount), most = 16;
-    auto blocks = [&](int64_t run) { return weight_tiles + divide_up(down, run) * across; };
-    for (int64_t run = 1; run <= 2; run++)
-        if (blocks(run) <= places)
-            return run;
-    for (int64_t run = 1; run <= 3; run++)
-        if (blocks(run) <= 2 * places)
-            return run;
-    const int64_t run = down * across / (3 * places);
-    return run < 1 ? 1 : run < most ? run : most;
+    enum { LONGEST = 8 };
+    const int64_t places = attribute(cudaDevAttrMultiProcessorCount);
+    if (weight_tiles + divide_up(down, 2) * across <= places)
+        return weight_tiles + down * across <= places ? 1 : 2;
+    for (int64_t room = 2 * places - weight_tiles;; room += 2 * places)
+        if (room >= across && divide_up(down, room / across) <= LONGEST)
+            return divide_up(down, room / across);
 }
 
 template <typename T, int WEIGHT_ROWS, bool ASYNC>
@@ -736,7 +734,7 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
     const int shared = weight_bytes > hidden_bytes ? weight_bytes : hidden_bytes;
     plan.whole = is_16_bit<T> && problem.grad_hidden.type == problem.weight.type && problem.hidden % 8 == 0 &&
                  is_aligned(problem.grad_hidden, sizeof(T));
-    plan.run = plan.whole ? choose_run(plan.weight_tiles, all, across) : 1;
+    plan.run = plan.whole && all > 0 && across > 0 ? choose_run(plan.weight_tiles, all, across) : 1;
     const int64_t blocks = plan.weight_tiles + (problem.grad_hidden.data ? divide_up(all, plan.run) * across : 0);
     if (blocks == 0)
         return cudaSuccess;

@@ -712,9 +712,9 @@ int64_t choose_run(int64_t weight_tiles, int64_t down, int64_t across) {
     const int64_t places = attribute(cudaDevAttrMultiProcessorCount);
     if (weight_tiles + divide_up(down, 2) * across <= places)
         return weight_tiles + down * across <= places ? 1 : 2;
-    for (int64_t room = 2 * places - weight_tiles;; room += 2 * places)
-        if (room >= across && divide_up(down, room / across) <= LONGEST)
-            return divide_up(down, room / across);
+    const int64_t least = weight_tiles + divide_up(down, LONGEST) * across;
+    const int64_t room = divide_up(least, 2 * places) * 2 * places - weight_tiles;
+    return divide_up(down, room / across);
 }
 
 template <typename T, int WEIGHT_ROWS, bool ASYNC>

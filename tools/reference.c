@@ -149,9 +149,13 @@ static void add_terms(struct sums to, int64_t at, double g, double spread, doubl
         product[i] += g * x[i];
         magnitude[i] += fabs(g * x[i]);
     }
-    for (int i = 0; least > 0.0 && i < CHUNK; i++)
-        if (g * x[i] != 0.0)
-            magnitude[i] += fmax(fabs(g), least) * fmax(fabs(x[i]), least) - fabs(g * x[i]);
+    if (least > 0.0) {
+        const double size = fabs(g) < least ? least : fabs(g);
+        for (int i = 0; i < CHUNK; i++) {
+            const double other = fabs(x[i]) < least ? least : fabs(x[i]);
+            magnitude[i] += x[i] == 0.0 || g == 0.0 ? 0.0 : size * other - fabs(g * x[i]);
+        }
+    }
     if (spread == 0.0)
         return;
     double *restrict spreads = to.spread + at;

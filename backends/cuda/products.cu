@@ -705,15 +705,18 @@ ring choose_ring(int rows, int kept_steps, int *bytes) {
     }
 }
 
-/* Tiles a run: so many that the blocks fill the device once, one to a multiprocessor or two, or else as few whole times
- * as short enough runs allow: a last few blocks would leave most of it idle. */
+/* Tiles a run. A small batch: two, if then most multiprocessors have one block, since the reduction's blocks wait
+ * beside one but not beside two. Otherwise so many that the blocks fill the device once or, if runs of 8 are too short
+ * for that, a whole number of times: a last few blocks would leave most of it idle. */
 int64_t choose_run(int64_t weight_tiles, int64_t down, int64_t across) {
     enum { LONGEST = 8 };
-    const int64_t places = attribute(cudaDevAttrMultiProcessorCount);
-    if (weight_tiles + divide_up(down, 2) * across <= places)
-        return weight_tiles + down * across <= places ? 1 : 2;
+    const int64_t multiprocessors = attribute(cudaDevAttrMultiProcessorCount), places = 2 * multiprocessors;
+    if (weight_tiles + down * across <= multiprocessors)
+        return 1;
+    if (weight_tiles + divide_up(down, 2) * across <= multiprocessors + multiprocessors / 4)
+        return 2;
     const int64_t least = weight_tiles + divide_up(down, LONGEST) * across;
-    const int64_t room = divide_up(least, 2 * places) * 2 * places - weight_tiles;
+    const int64_t room = divide_up(least, places) * places - weight_tiles;
     return divide_up(down, room / across);
 }
 

@@ -216,6 +216,35 @@ START_TEST(float16_range) {
 }
 END_TEST
 
+/* Every so many rows of a tensor are scaled by a power of two, exactly as far as its dtype goes. */
+static void scale_rows(const DLTensor *tensor, int step, int exponent) {
+    for (int64_t i = 0; i < tensor->shape[0]; i += step)
+        for (int64_t j = 0; j < tensor->shape[1]; j++)
+            set_element(tensor, i, j, 0, ldexp(get_element(tensor, i, j, 0), exponent));
+}
+
+/* bfloat16 goes as far down as float32: operands, products and sums may be subnormal, and count for what they are. The
+ * bounds excuse 2^-126; what one operand loses the other brings back above that. */
+START_TEST(bfloat16_range) {
+    static const struct {
+        int step, hidden, gate, gradient; /* exponents */
+    } far[] = {{1, -128, 0, 20},   {1, 0, -128, 20},   {1, 30, 30, -128},  {1, -64, -64, -60},
+               {3, -120, 0, 0},    {3, 0, 0, -100},    {3, 40, 40, -128},  {3, -128, -128, 20},
+               {1, -38, -38, -75}, {1, -45, -45, -76}, {3, -20, -20, -90}, {1, -120, -120, 0}};
+    struct plan plan = plan_of(MOER_OPERATIONS * BF16 + _i % MOER_OPERATIONS, (struct dims){131, 72, 40, 4}, 5);
+    const int row = _i / MOER_OPERATIONS;
+    ck_assert_int_lt(row, LENGTH(far));
+    plan.wide = OUTPUTS, plan.absent = MASK | DIRECT;
+    struct trial *trial = trial_new(&plan);
+    const char *gate = plan.operation == MOER_SOFTMAX_TOPK_BACKWARD ? "gate_weight" : "weight";
+    scale_rows(trial_tensor(trial, "hidden_states"), far[row].step, far[row].hidden);
+    scale_rows(trial_tensor(trial, gate), far[row].step, far[row].gate);
+    scale_rows(role(trial, GRADIENT), far[row].step, far[row].gradient);
+    trial_check(trial);
+    trial_free(trial);
+}
+END_TEST
+
 /* ---- Ids ---- */
 
 START_TEST(repeated_ids) {
@@ -306,9 +335,16 @@ END_TEST
 
 int main(void) {
     const struct test tests[] = {
-        {peaked_routers, TYPES},          {saturated_scores, TYPES}, {tiny_sums, 2 * MOER_OPERATIONS},
-        {one_bad_row, LENGTH(disturbed)}, {row_of_nan, EACH},        {bad_hidden_states, EACH},
-        {float16_range, MOER_OPERATIONS}, {repeated_ids, EACH},      {empty_slots, EACH},
+        {peaked_routers, TYPES},
+        {saturated_scores, TYPES},
+        {tiny_sums, 2 * MOER_OPERATIONS},
+        {one_bad_row, LENGTH(disturbed)},
+        {row_of_nan, EACH},
+        {bad_hidden_states, EACH},
+        {float16_range, MOER_OPERATIONS},
+        {bfloat16_range, 12 * MOER_OPERATIONS},
+        {repeated_ids, EACH},
+        {empty_slots, EACH},
         {invalid_ids, LENGTH(bad_ids)},
     };
     return run_tests("values", tests, LENGTH(tests));

@@ -5,6 +5,11 @@
 #include <omp.h>
 #include <pthread.h>
 #include <stdlib.h>
+#ifdef MOER_X86_64
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 static int always(void) {
     return 1;
@@ -19,6 +24,18 @@ static int has_avx512(void) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+
+static int has_avx512bf16(void) {
+    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+
+/* The system lends a process AMX's registers when it asks for them. */
+static int has_amx(void) {
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    return has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & AMX_BF16 && d & AMX_TILE &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
 #endif
 
 /* From the slowest to the fastest. */
@@ -31,6 +48,8 @@ static const struct {
 #ifdef MOER_X86_64
     {"avx2", has_avx2, &moer_slice_avx2},
     {"avx512", has_avx512, &moer_slice_avx512},
+    {"avx512bf16", has_avx512bf16, &moer_slice_avx512bf16},
+    {"amx", has_amx, &moer_slice_amx},
 #endif
 };
 enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };

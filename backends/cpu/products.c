@@ -39,8 +39,12 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     struct plan plan = {.blas = blas};
     int dense = blas || !problem->sparse_row;
     int64_t entries = problem->sparse_row ? problem->top_k : 0;
-    /* A token's G: a float an expert, or its entries twice, by token and by expert; and a block's index by expert. */
-    int64_t token_bytes = (dense ? 4 * problem->experts : 0) + entries * (dense ? 8 : 16) + 8;
+    plan.pairs = dense && !blas && moer_cpu_settings()->kernels->pair && problem->weight.type == BF16 &&
+                 problem->experts <= PANEL_EXPERTS;
+    /* A token's G: a float an expert, twice where there are pairs, or its entries twice, by token and by expert; and a
+     * block's index by expert. */
+    int64_t token_bytes =
+        (dense ? (plan.pairs ? 8 : 4) * problem->experts : 0) + entries * (dense ? 8 : 16) + (plan.pairs ? 136 : 8);
     int64_t ends_bytes = dense ? 0 : (problem->experts + 2) * (int64_t)sizeof(int32_t);
     int64_t tokens = clamp((int64_t)LOGITS_BYTES / token_bytes, 1, clamp(problem->tokens, 1, TURN_TOKENS));
     plan.block = blas ? tokens : clamp(tokens, 1, BLOCK_TOKENS);
@@ -50,6 +54,15 @@ static struct plan make_plan(const struct problem *problem, int blas) {
 
     if (dense)
         plan.dense = take(&plan.bytes, (size_t)plan.turn * (size_t)problem->experts * sizeof(float));
+    if (plan.pairs) {
+        int64_t blocks_of_turn = plan.turn / plan.block;
+        plan.token_pairs = take(&plan.bytes, (size_t)((plan.turn + PAIR_ROWS_READ) * pair_stride(problem->experts)) *
+                                                 sizeof(uint32_t));
+        plan.expert_pairs =
+            take(&plan.bytes, (size_t)((blocks_of_turn * problem->experts + PAIR_ROWS_READ) * pair_stride(plan.block)) *
+                                  sizeof(uint32_t));
+        plan.usual = take(&plan.bytes, (size_t)plan.turn);
+    }
     if (entries > 0)
         plan.sparse = take(&plan.bytes, (size_t)(plan.turn * entries) * sizeof(union entry));
     plan.counts = take(&plan.bytes, (size_t)plan.turn * sizeof(int32_t));
@@ -65,7 +78,7 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     } else {
         int64_t slices = (problem->hidden + SLICE_COLUMNS - 1) / SLICE_COLUMNS;
         plan.columns = SLICE_COLUMNS;
-        plan.thread_bytes = slice_scratch(problem, plan.block);
+        plan.thread_bytes = slice_scratch(problem, plan.block, plan.pairs);
         int64_t fit = plan.thread_bytes ? (int64_t)(SCRATCH_BYTES / plan.thread_bytes) : MOST_THREADS;
         plan.threads = (int)clamp(clamp(slices, 1, fit > 0 ? fit : 1), 1, MOST_THREADS);
         plan.scratch = take(&plan.bytes, plan.thread_bytes * (size_t)plan.threads);
@@ -128,7 +141,17 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
 /* G of the block that begins at that token of the turn. */
 static struct block_logits block_at(const struct problem *problem, const struct plan *plan, int64_t token) {
     int64_t entries = token * problem->top_k, index = token / plan->block * (problem->experts + 2);
-    return (struct block_logits){.dense = (float *)at(problem, plan->dense) + token * problem->experts,
+    struct block_pairs pairs = {0};
+    if (plan->pairs) {
+        pairs.token_stride = pair_stride(problem->experts);
+        pairs.expert_stride = pair_stride(plan->block);
+        pairs.by_token = (uint32_t *)at(problem, plan->token_pairs) + token * pairs.token_stride;
+        pairs.by_expert =
+            (uint32_t *)at(problem, plan->expert_pairs) + token / plan->block * problem->experts * pairs.expert_stride;
+        pairs.usual = (unsigned char *)at(problem, plan->usual) + token;
+    }
+    return (struct block_logits){.pairs = pairs,
+                                 .dense = (float *)at(problem, plan->dense) + token * problem->experts,
                                  .sparse = (union entry *)at(problem, plan->sparse) + entries,
                                  .counts = (int32_t *)at(problem, plan->counts) + token,
                                  .by_expert = (union entry *)at(problem, plan->by_expert) + entries,
@@ -202,6 +225,14 @@ static void run_turn(const struct problem *problem, const struct plan *plan, int
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < count; token += plan->block)
             sort_by_expert(problem, block_at(problem, plan, token), clamp(count - token, 0, plan->block));
+    }
+    if (plan->pairs) {
+#pragma omp for schedule(static)
+        for (int64_t token = 0; token < count; token += plan->block) {
+            struct block_logits block = block_at(problem, plan, token);
+            moer_cpu_settings()->kernels->pair(&block.pairs, block.dense, clamp(count - token, 0, plan->block),
+                                               problem->experts);
+        }
     }
 #pragma omp for schedule(dynamic)
     for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)

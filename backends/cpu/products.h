@@ -13,8 +13,10 @@ struct plan {
     int threads;         /* at most so many, when the products are our own */
     size_t thread_bytes; /* scratch of each */
     int compensated;     /* the sums of the weight gradient keep what rounding takes */
+    int pairs;           /* G is there as pairs of bfloat16 too */
     size_t bytes;        /* all of the workspace; offsets in it: */
     size_t dense, sparse, counts, by_expert, expert_ends, sums, lost, scratch;
+    size_t token_pairs, expert_pairs, usual;
 };
 
 /* blas.c. Sizes within its int arguments. */

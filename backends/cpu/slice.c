@@ -296,6 +296,10 @@ static void sparse_weight(const struct slice_job *job, float *panel) {
         }
 }
 
+#ifdef __AVX512BF16__
+#include "pairs.h"
+#endif
+
 static void slice(const struct slice_job *job) {
     const struct problem *problem = job->problem;
     float *weight_panel = job->scratch;
@@ -305,6 +309,12 @@ static void slice(const struct slice_job *job) {
         memset(job->sums, 0, sums_bytes);
     if (problem->grad_weight.data && job->first == 0 && job->lost)
         memset(job->lost, 0, sums_bytes);
+#ifdef __AVX512BF16__
+    if (job->logits.pairs.by_token) {
+        slice_of_pairs(job);
+        return;
+    }
+#endif
     if (problem->grad_weight.data && problem->sparse_row)
         sparse_weight(job, hidden_panel);
     else if (problem->grad_weight.data)
@@ -334,4 +344,13 @@ static void finish(const struct problem *problem, const float *sums, const float
     }
 }
 
-const struct slice_kernels SLICE_KERNELS = {slice, finish, accumulate, widen, narrow};
+const struct slice_kernels SLICE_KERNELS = {
+    .slice = slice,
+    .finish = finish,
+    .accumulate = accumulate,
+    .widen = widen,
+    .narrow = narrow,
+#ifdef __AVX512BF16__
+    .pair = pair,
+#endif
+};

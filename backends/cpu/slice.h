@@ -13,6 +13,16 @@ enum {
     SPARSE_EXPERTS = 2048 /* the same for sparse G; with more experts than this, rows are widened one by one */
 };
 
+/* Dense G of a block once more, as pairs of bfloat16 (pairs.h): strides are in pairs, whole multiples of PAIR_MULTIPLE
+ * so that what is read beyond the last pair is zero; PAIR_ROWS_READ rows may be read beyond the last. */
+enum { PAIR_MULTIPLE = 16, PAIR_ROWS_READ = 32 };
+struct block_pairs {
+    uint32_t *by_token;  /* [count][token_stride], pairs of experts; NULL: there are none */
+    uint32_t *by_expert; /* [E][expert_stride], pairs of tokens */
+    int64_t token_stride, expert_stride;
+    unsigned char *usual; /* [count]: whether a token's G may be taken from here */
+};
+
 /* G of a block, in one of two forms. */
 struct block_logits {
     const float *dense;        /* [count][E] */
@@ -20,6 +30,7 @@ struct block_logits {
     const int32_t *counts;     /* [count]: how many */
     union entry *by_expert;    /* the same entries, by expert; index is the token's place in the block */
     int32_t *expert_ends;      /* [E + 1]: expert e has by_expert[expert_ends[e] .. expert_ends[e + 1]) */
+    struct block_pairs pairs;
 };
 
 struct slice_job {
@@ -44,9 +55,16 @@ struct slice_kernels {
     /* count elements, as float32 and back. */
     void (*widen)(float *to, const void *from, enum element type, int64_t count);
     void (*narrow)(void *to, enum element type, const float *from, int64_t count);
+    /* A block's dense G as pairs. NULL: these kernels have no use for them. */
+    void (*pair)(const struct block_pairs *to, const float *dense, int64_t tokens, int64_t experts);
 };
 
-extern const struct slice_kernels moer_slice_portable, moer_slice_avx2, moer_slice_avx512;
+extern const struct slice_kernels moer_slice_portable, moer_slice_avx2, moer_slice_avx512, moer_slice_avx512bf16,
+    moer_slice_amx;
+
+static inline int64_t pair_stride(int64_t terms) {
+    return (terms + 2 * PAIR_MULTIPLE - 1) / (2 * PAIR_MULTIPLE) * PAIR_MULTIPLE;
+}
 
 /* Rows of the gate that slice() holds at a time; 0: none. */
 static inline int64_t slice_panel_experts(const struct problem *problem) {
@@ -58,8 +76,12 @@ static inline int64_t slice_panel_experts(const struct problem *problem) {
 }
 
 /* Bytes of scratch for blocks of so many tokens. */
-static inline size_t slice_scratch(const struct problem *problem, int64_t tokens) {
+static inline size_t slice_scratch(const struct problem *problem, int64_t tokens, int pairs) {
     int64_t rows = slice_panel_experts(problem);
+    if (pairs) /* a row for a word; the gate's pairs; what the float32 kernels want of gate or hidden states */
+        return (size_t)(1 + pair_stride(problem->experts) + PAIR_MULTIPLE +
+                        (problem->experts > tokens ? problem->experts : tokens)) *
+               SLICE_COLUMNS * sizeof(float);
     if (problem->grad_weight.data)
         rows += tokens; /* hidden states */
     if (problem->grad_hidden.data && !problem->sparse_row && problem->experts > PANEL_EXPERTS)

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moerouter bench: times operations on the public suite's workloads, beside a copy and the two products alone. A case
  * is held to the double-precision loop first: what is wrong has no time. */
+#define _POSIX_C_SOURCE 200809L /* ftruncate */
 #include "bench.h"
 
 #include "config.h"
@@ -9,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "command.h"
 #include "draw.h"
@@ -119,6 +121,8 @@ static int read_tokens(const struct command_option *option, struct bench_suite *
     for (size_t i = 0; i < suite->count; i++) {
         char piece[32];
         const size_t length = strcspn(next, ",");
+        if (length >= sizeof piece)
+            return complain("--%s: '%.*s' is no number of tokens", option->name, (int)length, next);
         snprintf(piece, sizeof piece, "%.*s", (int)length, next);
         const struct command_option one = {.name = option->name, .value = piece};
         if (read_size(&one, 1, INT32_MAX, &suite->cases[i].tokens) != 0)
@@ -188,17 +192,32 @@ static int plan_bench(struct bench *bench, const char *name, const struct comman
     return bench->peers->open(bench);
 }
 
-/* A file for results, opened before the work is done. NULL where none is asked for. */
-static int open_file(const struct command_option *option, FILE **file) {
-    *file = option->value ? fopen(option->value, "w") : NULL;
-    return option->value && !*file ? complain("%s: cannot be written: %s", option->value, strerror(errno)) : 0;
+/* A file for results, opened before the work is done, and kept as it is until there are results. stream is NULL where
+ * none is asked for. */
+struct file {
+    FILE *stream;
+    int created;
+};
+
+static int open_file(const struct command_option *option, struct file *file) {
+    file->created = option->value && access(option->value, F_OK) != 0;
+    file->stream = option->value ? fopen(option->value, "a") : NULL;
+    return option->value && !file->stream ? complain("%s: cannot be written: %s", option->value, strerror(errno)) : 0;
 }
 
-static int close_file(const struct command_option *option, FILE *file) {
-    if (!file)
+static int close_file(const struct command_option *option, struct file *file, const struct bench *bench,
+                      void (*write)(const struct bench *, FILE *)) {
+    if (!file->stream)
         return 0;
-    const int failed = fflush(file) != 0 || ferror(file), reason = errno;
-    fclose(file);
+    if (write) {
+        if (ftruncate(fileno(file->stream), 0) != 0)
+            errno = 0; /* a pipe or a device, which has nothing to take away */
+        write(bench, file->stream);
+    } else if (file->created) {
+        remove(option->value);
+    }
+    const int failed = fflush(file->stream) != 0 || ferror(file->stream), reason = errno;
+    fclose(file->stream);
     return failed ? complain("%s: cannot be written: %s", option->value, strerror(reason)) : 0;
 }
 
@@ -227,21 +246,20 @@ int bench_main(int argc, char **argv) {
     if (parse_arguments(argc, argv, options, OPTIONS, names, &name, 1) != 0)
         return EXIT_TROUBLE;
     struct bench bench = {0};
-    FILE *json = NULL, *plot = NULL;
+    struct file json = {0}, plot = {0};
     int result = plan_bench(&bench, name, options);
+    if (result == 0 && options[JSON].value && options[PLOT].value && !strcmp(options[JSON].value, options[PLOT].value))
+        result = complain("--json and --plot name one file, %s", options[JSON].value);
     if (result == 0)
         result = open_file(&options[JSON], &json);
     if (result == 0)
         result = open_file(&options[PLOT], &plot);
     if (result == 0)
         result = run_bench(&bench);
-    if (json && result != EXIT_TROUBLE)
-        bench_write_json(&bench, json);
-    if (plot && result != EXIT_TROUBLE)
-        bench_write_plot(&bench, plot);
-    if (close_file(&options[JSON], json) != 0)
+    const int write = result != EXIT_TROUBLE;
+    if (close_file(&options[JSON], &json, &bench, write ? bench_write_json : NULL) != 0)
         result = EXIT_TROUBLE;
-    if (close_file(&options[PLOT], plot) != 0)
+    if (close_file(&options[PLOT], &plot, &bench, write ? bench_write_plot : NULL) != 0)
         result = EXIT_TROUBLE;
     for (size_t i = 0; i < bench.count; i++)
         free(bench.suites[i].cases);

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { CPU, CUDA, BACKENDS };
 static const char *const names[BACKENDS] = {"cpu", "cuda"};
@@ -30,11 +31,37 @@ static void accept(int slot, const struct moer_backend *backend) {
 }
 
 #ifndef MOER_CUDA_BUILTIN
+/* Where the library lies, without its name; "" where that is not known. */
+static void own_folder(char *folder, size_t size) {
+    Dl_info info;
+    const char *slash = dladdr((const void *)(uintptr_t)moer_find_backend, &info) && info.dli_fname
+                            ? strrchr(info.dli_fname, '/')
+                            : NULL;
+    if (!slash || (size_t)(slash - info.dli_fname) >= size)
+        folder[0] = '\0';
+    else
+        snprintf(folder, size, "%.*s", (int)(slash - info.dli_fname), info.dli_fname);
+}
+
+/* A module's path: in the folder that the environment names; else beside the library, in the folder that is its own or,
+ * as where both have just been built, in the same; else where it was to be installed. */
+static int module_path(char *path, size_t size, const char *file) {
+    const char *named = secure_getenv("MOER_BACKEND_PATH");
+    char folder[4096];
+    if (named && *named)
+        return snprintf(path, size, "%s/%s", named, file);
+    own_folder(folder, sizeof folder);
+    for (int own = 1; *folder && own >= 0; own--) {
+        const int length = snprintf(path, size, "%s%s/%s", folder, own ? "/" PACKAGE : "", file);
+        if (length < (int)size && access(path, R_OK) == 0)
+            return length;
+    }
+    return snprintf(path, size, "%s/%s", MOER_MODULE_DIR, file);
+}
+
 static void load_module(int slot, const char *file) {
-    const char *folder = secure_getenv("MOER_BACKEND_PATH");
     char path[4096];
-    int length = snprintf(path, sizeof path, "%s/%s", folder && *folder ? folder : MOER_MODULE_DIR, file);
-    if (length >= (int)sizeof path) {
+    if (module_path(path, sizeof path, file) >= (int)sizeof path) {
         moer_fail(&missing[slot], MOER_UNAVAILABLE, "MOER_BACKEND_PATH is longer than %zu bytes", sizeof path);
         return;
     }

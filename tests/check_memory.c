@@ -4,6 +4,7 @@
 #include "support.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 void *__real_malloc(size_t size);
@@ -139,6 +140,7 @@ END_TEST
 int main(void) {
     const struct test tests[] = {{calls, EACH}, {calls_with_a_workspace, EACH}, {tensors, 2}, {queries, EACH}};
     DLTensor *tensor;
+    unsetenv("MOER_TEST_DEVICE"); /* it is the host's memory that is watched */
     new_tensor(&tensor, 1);
     moer_tensor_free(tensor);
     if (requests == 0) {

@@ -58,10 +58,8 @@ static inline void must_run(const struct call *call) {
 
 /* run_tests() on the first GPU, or the one that MOER_TEST_DEVICE names, with the module of this build. */
 static inline int run_cuda_tests(const char *suite, const struct test *tests, int count) {
-    setenv("MOER_TEST_DEVICE", "cuda:0", 0);
-#ifdef MODULE_FOLDER
-    setenv("MOER_BACKEND_PATH", MODULE_FOLDER, 0);
-#endif
+    const char *device = getenv("MOER_TEST_DEVICE");
+    setenv("MOER_TEST_DEVICE", "cuda:0", !device || strncmp(device, "cuda:", 5) != 0);
     return run_tests(suite, tests, count);
 }
 

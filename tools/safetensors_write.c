@@ -81,7 +81,7 @@ static int write_contents(int fd, const char *header, const DLTensor *const *ten
         write_all(fd, prefix, sizeof prefix) || write_all(fd, header, length) || write_all(fd, "        ", padding);
     for (size_t size = MAX_ELEMENT; size > 0; size /= 2)
         for (size_t i = 0; i < count && !failed; i++)
-            if (dtype_size(tensors[i]->dtype) == size)
+            if (dtype_size(tensors[i]->dtype) == size && tensor_bytes(tensors[i]) > 0)
                 failed =
                     write_all(fd, (const char *)tensors[i]->data + tensors[i]->byte_offset, tensor_bytes(tensors[i]));
     return failed ? -1 : 0;

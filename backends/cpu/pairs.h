@@ -112,6 +112,8 @@ static void pair_tile(int64_t rows, int64_t pairs, const uint32_t *g, int64_t st
                       float sums[PAIR_ROWS][TILE_COLUMNS]) {
     _Alignas(64) float chain[PAIR_ROWS][TILE_COLUMNS];
     const int64_t bytes = stride * (int64_t)sizeof *g, panel_bytes = TILE_COLUMNS * (int64_t)sizeof *panel;
+    if (pairs == 0) /* no experts */
+        memset(sums, 0, sizeof chain);
     for (int64_t start = 0; start < pairs; start += CHAIN / 2) {
         const int64_t end = smaller(start + CHAIN / 2, pairs);
         float(*const to)[TILE_COLUMNS] = start == 0 ? sums : chain;

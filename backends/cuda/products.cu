@@ -284,11 +284,6 @@ struct choose {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-/* The same by Hopper's wgmma, which reads both operands in shared memory, 64 rows at a time, while the threads load
- * what comes next. A warp has every 4th 16 rows. */
-template <typename T, int ROWS, bool TERMS_ARE_ROWS>
-struct async_tile;
-
 /* Keeps the compiler from moving what it does with the sums across this point: they are written behind its back. */
 template <int DOWN, int ACROSS>
 __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
@@ -297,16 +292,19 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
         asm volatile("" : "+f"(sums[i / 4 / ACROSS][i / 4 % ACROSS][i % 4])::"memory");
 }
 
-/* Where the tile's rows are A's. */
-template <typename T, int ROWS>
-struct async_tile<T, ROWS, false> {
-    static constexpr int STEP = step_of<T>, DOWN = ROWS / 64, ACROSS = COLUMNS / 8;
-    static __device__ constexpr bool pairs_below() {
-        return false;
-    }
+/* The same by Hopper's wgmma, which reads both operands in shared memory, 64 rows at a time. A product has a multiple
+ * of 64 rows, but any multiple of 8 columns: where the tile's rows are A's columns, of which there may be 160, its
+ * transpose is worked out, B's columns being the rows. A warp has every 4th 16 rows. */
+template <typename T, int ROWS, bool TERMS_ARE_ROWS>
+struct async_tile {
+    static constexpr int STEP = step_of<T>;
+    static constexpr int DOWN = (TERMS_ARE_ROWS ? COLUMNS : ROWS) / 64, ACROSS = (TERMS_ARE_ROWS ? ROWS : COLUMNS) / 8;
     float sums[DOWN][ACROSS][4];
     int begun = 0;
 
+    static __device__ constexpr bool pairs_below() {
+        return TERMS_ARE_ROWS;
+    }
     static __device__ constexpr int row_step() {
         return 64;
     }
@@ -330,19 +328,29 @@ struct async_tile<T, ROWS, false> {
             add_groups<STEP / 32>(shared_address(a), shared_address(b));
     }
 
+    /* The first factor's 64 rows, for 16 terms; the second factor's columns. */
+    static __device__ __forceinline__ uint64_t left(uint32_t a, uint32_t b, int i, int group) {
+        if (TERMS_ARE_ROWS)
+            return matrix_at(b + group * 16 * B_PANEL + i * STEP * B_PANEL, 8 * B_PANEL, 0, SWIZZLE_128);
+        return matrix_at(a + group / 2 * ROWS * A_PANEL + group % 2 * 32 + i * 64 * A_PANEL, 8 * A_PANEL, 0,
+                         SWIZZLE_64);
+    }
+    static __device__ __forceinline__ uint64_t right(uint32_t a, uint32_t b, int group) {
+        if (TERMS_ARE_ROWS)
+            return matrix_at(a + group * 16 * A_PANEL, 8 * A_PANEL, STEP * A_PANEL, SWIZZLE_64);
+        return matrix_at(b + group * 16 * B_PANEL, 8 * B_PANEL, STEP * B_PANEL, SWIZZLE_128);
+    }
+
     template <int GROUPS>
     __device__ __forceinline__ void add_groups(uint32_t a, uint32_t b) {
         hold(sums);
         wgmma_fence();
 #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
-            const uint64_t right = matrix_at(b + group * 16 * B_PANEL, 8 * B_PANEL, STEP * B_PANEL, SWIZZLE_128);
+            const uint64_t columns = right(a, b, group);
 #pragma unroll
             for (int i = 0; i < DOWN; i++)
-                wgmma<false>(sums[i],
-                             matrix_at(a + group / 2 * ROWS * A_PANEL + group % 2 * 32 + i * 64 * A_PANEL, 8 * A_PANEL,
-                                       0, SWIZZLE_64),
-                             right, begun | group, T());
+                wgmma<TERMS_ARE_ROWS>(sums[i], left(a, b, i, group), columns, begun | group, T());
         }
         begun = 1;
         wgmma_commit();
@@ -350,6 +358,7 @@ struct async_tile<T, ROWS, false> {
         hold(sums);
     }
 
+    /* Pairs of sums beside one another or, of a transpose, below. */
     template <typename Visit>
     __device__ __forceinline__ void each(Visit visit) const {
         int lane = threadIdx.x % WARP;
@@ -358,68 +367,11 @@ struct async_tile<T, ROWS, false> {
 #pragma unroll
             for (int j = 0; j < ACROSS; j++)
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    visit(first_row() + 64 * i + 8 * half + lane / 4, 8 * j + lane % 4 * 2, sums[i][j][2 * half],
+                for (int half = 0; half < 2; half++) {
+                    const int row = first_row() + 64 * i + 8 * half + lane / 4, column = 8 * j + lane % 4 * 2;
+                    visit(TERMS_ARE_ROWS ? column : row, TERMS_ARE_ROWS ? row : column, sums[i][j][2 * half],
                           sums[i][j][2 * half + 1]);
-    }
-};
-
-/* Where the tile's rows are A's columns: its transpose is worked out, with B's columns as rows, since a product has a
- * multiple of 64 rows but any multiple of 8 columns. */
-template <typename T, int ROWS>
-struct async_tile<T, ROWS, true> {
-    static constexpr int STEP = step_of<T>, DOWN = COLUMNS / 64, ACROSS = ROWS / 8;
-    static __device__ constexpr bool pairs_below() {
-        return true;
-    }
-    float sums[DOWN][ACROSS][4];
-    int begun = 0;
-
-    __device__ __forceinline__ void clear() {
-        begun = 0;
-    }
-    __device__ __forceinline__ void publish() const {
-        fence_asynchronous();
-    }
-
-    __device__ __forceinline__ void add(const char *a, const char *b, int terms) {
-        if (terms > STEP / 2)
-            add_groups<STEP / 16>(shared_address(a), shared_address(b));
-        else
-            add_groups<STEP / 32>(shared_address(a), shared_address(b));
-    }
-
-    template <int GROUPS>
-    __device__ __forceinline__ void add_groups(uint32_t a, uint32_t b) {
-        hold(sums);
-        wgmma_fence();
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            const uint64_t right = matrix_at(a + group * 16 * A_PANEL, 8 * A_PANEL, STEP * A_PANEL, SWIZZLE_64);
-#pragma unroll
-            for (int i = 0; i < DOWN; i++)
-                wgmma<true>(sums[i],
-                            matrix_at(b + group * 16 * B_PANEL + i * STEP * B_PANEL, 8 * B_PANEL, 0, SWIZZLE_128),
-                            right, begun | group, T());
-        }
-        begun = 1;
-        wgmma_commit();
-        wgmma_wait();
-        hold(sums);
-    }
-
-    /* Pairs of sums below one another. */
-    template <typename Visit>
-    __device__ __forceinline__ void each(Visit visit) const {
-        int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int i = 0; i < DOWN; i++)
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    visit(8 * j + lane % 4 * 2, 64 * i + threadIdx.x / WARP * 16 + 8 * half + lane / 4,
-                          sums[i][j][2 * half], sums[i][j][2 * half + 1]);
+                }
     }
 };
 
@@ -563,6 +515,8 @@ __device__ __forceinline__ void store_elements(const Tile &result, const rows &o
         if (row + i / COLUMNS < rows && column + i % COLUMNS < columns)
             store_element(out, row + i / COLUMNS, column + i % COLUMNS, shared[i]);
 }
+
+enum { TILE_BYTES = HIDDEN_ROWS * COLUMNS * sizeof(float) }; /* what that takes */
 
 /* What a launch is made of, by the host's choice. */
 struct plan {
@@ -734,10 +688,12 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
     plan.hidden = choose_ring(HIDDEN_ROWS, steps, &hidden_bytes);
     if (hidden_bytes > weight_bytes || plan.hidden.slots < plan.weight.slots)
         plan.hidden = choose_ring(HIDDEN_ROWS, 0, &hidden_bytes);
-    const int shared = weight_bytes > hidden_bytes ? weight_bytes : hidden_bytes;
+    int shared = weight_bytes > hidden_bytes ? weight_bytes : hidden_bytes;
     plan.whole = is_16_bit<T> && problem.grad_hidden.type == problem.weight.type && problem.hidden % 8 == 0 &&
                  is_aligned(problem.grad_hidden, sizeof(T));
     plan.run = plan.whole && all > 0 && across > 0 ? choose_run(plan.weight_tiles, all, across) : 1;
+    if (!plan.whole && shared < TILE_BYTES)
+        shared = TILE_BYTES;
     const int64_t blocks = plan.weight_tiles + (problem.grad_hidden.data ? divide_up(all, plan.run) * across : 0);
     if (blocks == 0)
         return cudaSuccess;

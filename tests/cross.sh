@@ -8,16 +8,19 @@ folder=$(cd "$1" && pwd)
 here=$(cd "$(dirname "$0")/.." && pwd)
 root=$folder/root libraries=$folder/root/usr/lib/aarch64-linux-gnu
 rm -rf "$folder/build" "$root"
-mmdebstrap --quiet --variant=extract --architectures=arm64 \
-    --include=libc6-dev,libdlpack-dev,libgomp1,libjansson-dev,libopenblas-dev bookworm "$root" 2>"$folder/log" ||
-    { cat "$folder/log" && exit 1; }
+logged() {
+    "$@" >"$folder/log" 2>&1 || { cat "$folder/log" && exit 1; }
+}
+logged mmdebstrap --quiet --variant=extract --architectures=arm64 \
+    --include=libc6-dev,libdlpack-dev,libgomp1,libjansson-dev,libopenblas-dev bookworm "$root"
 
 mkdir "$folder/build"
 cd "$folder/build"
 export PKG_CONFIG_SYSROOT_DIR="$root" PKG_CONFIG_LIBDIR="$libraries/openblas-pthread/pkgconfig:$libraries/pkgconfig"
-{ "$here/configure" -q --host=aarch64-linux-gnu --with-cuda=no CC="aarch64-linux-gnu-gcc --sysroot=$root" \
-    CFLAGS='-O2 -Werror' LDFLAGS="-Wl,-rpath-link,$libraries/openblas-pthread" && make -s -j"$(getconf _NPROCESSORS_ONLN)" all examples/backward; } >"$folder/log" 2>&1 ||
-    { cat "$folder/log" && exit 1; }
+logged "$here/configure" -q --host=aarch64-linux-gnu --with-cuda=no CC="aarch64-linux-gnu-gcc --sysroot=$root" \
+    CFLAGS='-O2 -Werror' LDFLAGS="-Wl,-rpath-link,$libraries/openblas-pthread"
+logged make -s -j"$(getconf _NPROCESSORS_ONLN)"
+logged make -s examples/backward
 
 emulated() { # PROGRAM ARGUMENT...
     qemu-aarch64 -L "$root" -E OMP_NUM_THREADS=2 -E OPENBLAS_NUM_THREADS=2 \

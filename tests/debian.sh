@@ -49,7 +49,7 @@ for page in man1/moerouter.1 man3/moerouter.3; do
 done
 if [ -n "$profile" ]; then
     # It loads: there may be no driver or device, but nothing else is missing.
-    check 'the CUDA module loads' sh -c "MOER_BACKEND_PATH='$libdir/moerouter' moerouter info |
+    check 'the CUDA module loads' sh -c "moerouter info |
         grep -E '^cuda: (available|unavailable: there is no (NVIDIA driver|CUDA device))'"
 fi
 echo "$passed passed, 0 failed"

@@ -262,7 +262,7 @@ static void slice_of_pairs(const struct slice_job *job) {
         pair_hidden(job, gate, other);
     } else {
         struct slice_job alone = *job;
-        alone.again = 0; /* the panel has not been kept */
-        dense_hidden(&alone, other, NULL);
+        alone.again = 0;                    /* the panel has not been kept */
+        dense_hidden(&alone, other, other); /* there is one panel, and so no partial sums */
     }
 }

@@ -205,8 +205,11 @@ static void load_rows(double *rows, int64_t width, const DLTensor *from, int64_t
             rows[i * width + j] = get_element(from, first + i, j, 0);
 }
 
-/* Both products of a block of tokens; a chunk of all rows at a time, so that it stays in the cache. */
+/* Both products of a block of tokens; a chunk of all rows at a time, so that it stays in the cache. Chunks share no
+ * sums. */
 static void add_block(struct work *work, struct dims dims, int64_t tokens, int want_hidden, int want_weight) {
+    enum { WORTH_THREADS = 1 << 20 };
+#pragma omp parallel for if (tokens * dims.experts * work->width >= WORTH_THREADS)
     for (int64_t at = 0; at < work->width; at += CHUNK)
         for (int64_t n = 0; n < tokens; n++)
             for (int64_t e = 0; e < dims.experts; e++) {

@@ -400,7 +400,8 @@ __device__ __forceinline__ void multiply_tiles(Tile &result, operand a, const op
     loader<T, TERMS_ARE_ROWS ? STEP : ROWS, TERMS_ARE_ROWS ? ROWS : STEP, A_PANEL, TERMS_ARE_ROWS> load_a;
     loader<T, STEP, COLUMNS, B_PANEL, true> load_b;
     char *ring_a = shared, *ring_b = shared + ring.slots * A;
-    const int steps = (terms + STEP - 1) / STEP, total = steps * tiles;
+    const int steps = terms > 0 ? (terms + STEP - 1) / STEP : 1; /* of no terms: a step of zeros */
+    const int total = steps * tiles;
     const int slots_b = ring.kept_steps ? ring.kept_steps : ring.slots;
     int ahead = 0, ahead_step = 0, slot_a = 0, slot_b = 0; /* of the next block to load */
 

@@ -232,25 +232,39 @@ START_TEST(token_order) {
 }
 END_TEST
 
-/* A token by itself, and in batches of some sizes. */
-START_TEST(token_alone) {
-    static const int64_t batches[][2] = {{0, 1}, {77, 1}, {130, 1}, {3, 2}, {50, 15}, {20, 64}, {1, 130}};
-    struct plan plan = plan_of(_i, (struct dims){131, 300, 24, 4}, 4);
-    struct trial *all = trial_new(&plan);
+/* Batches, from a token on so many, give those the bits that they have among all. */
+static void check_batches(const struct plan *plan, const int64_t batches[][2], int count) {
+    struct trial *all = trial_new(plan);
     trial_check(all);
-    for (int i = 0; i < LENGTH(batches); i++) {
+    for (int i = 0; i < count; i++) {
         int64_t *tokens = iota(batches[i][0], batches[i][1]);
         struct trial *some = trial_of_tokens(all, tokens, batches[i][1]);
         trial_check(some);
         for (int64_t n = 0; n < batches[i][1]; n++) {
             same_rows(trial_output(some, 2), n, trial_output(all, 2), tokens[n], "grad_logits");
-            if (own_products(plan.type))
+            if (own_products(plan->type))
                 same_rows(trial_output(some, 0), n, trial_output(all, 0), tokens[n], "grad_hidden_states");
         }
         trial_free(some);
         free(tokens);
     }
     trial_free(all);
+}
+
+/* A token by itself, and in batches of some sizes. */
+START_TEST(token_alone) {
+    static const int64_t batches[][2] = {{0, 1}, {77, 1}, {130, 1}, {3, 2}, {50, 15}, {20, 64}, {1, 130}};
+    struct plan plan = plan_of(_i, (struct dims){131, 300, 24, 4}, 4);
+    check_batches(&plan, batches, LENGTH(batches));
+}
+END_TEST
+
+/* In batches so different in size that different kernels take them. */
+START_TEST(token_in_any_batch) {
+    static const int64_t batches[][2] = {{8999, 1}, {70, 1500}, {1000, 1700}};
+    struct plan plan = plan_of(_i, (struct dims){9000, 40, 24, 4}, 6);
+    plan.wide = TO_WEIGHT | TO_LOGITS;
+    check_batches(&plan, batches, LENGTH(batches));
 }
 END_TEST
 
@@ -287,6 +301,7 @@ int main(void) {
         {linear, 2 * MOER_OPERATIONS},
         {token_order, EACH},
         {token_alone, EACH},
+        {token_in_any_batch, EACH},
         {batches_add_up, EACH},
     };
     return run_tests("laws", tests, LENGTH(tests));

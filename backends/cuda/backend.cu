@@ -149,23 +149,86 @@ int64_t round_up(int64_t value, int64_t multiple) {
     return divide_up(value, multiple) * multiple;
 }
 
-/* Tokens of a split of the weight gradient, by shapes alone, so that every device and path splits alike: few splits,
- * since each costs a write and a read of the whole gradient, but as many as give most multiprocessors a tile, and a
- * chain of tensor-core additions stays within 2048 terms. */
-int64_t choose_split(int64_t tokens, int64_t tiles) {
-    enum { FEWEST = 320, MOST = 2048, ENOUGH_TILES = 96, STEP = 64 };
+/* Parts of a workspace, one after the other, as offsets until there is one. */
+class parts {
+  public:
+    template <typename V>
+    void add(V **part, int64_t bytes) {
+        *part = reinterpret_cast<V *>(size);
+        size += round_up(bytes, 256);
+    }
+    int64_t size = 0;
+};
+
+/* Into how many groups the fused kernel takes the tokens; 0 where two kernels are faster. Which is decided on the GPU
+ * that it is made for, by its room for the kernel's slices. */
+int fused_groups(const problem &problem) {
+    enum { SMALL = 1536, LARGE = 8192, WIDEST = 128 };
+    if (!problem.tuned || problem.weight.type == F32 || problem.tokens == 0 || problem.tokens > LARGE ||
+        problem.experts == 0 || problem.experts > WIDEST || problem.hidden == 0 || problem.hidden % 8 != 0)
+        return 0;
+    if (problem.tokens <= SMALL && problem.hidden <= 66 * 32)
+        return 2;
+    return problem.hidden <= 30 * 80 ? 4 : 0;
+}
+
+bool in_chunks(const rows &rows, element type) {
+    return rows.type == type && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % 8 == 0;
+}
+
+bool fuses(const problem &problem) {
+    const element type = problem.weight.type;
+    return fused_groups(problem) > 0 && problem.grad_hidden.data && problem.grad_weight.data &&
+           in_chunks(problem.hidden_states, type) && in_chunks(problem.weight, type) &&
+           in_chunks(problem.grad_hidden, type);
+}
+
+/* Tokens of a split of the weight gradient, by shapes and by which kernels the device has, but not by where the tensors
+ * lie: few splits, since each costs a write and a read of the whole gradient, but as many as give most multiprocessors
+ * a tile, and a chain of tensor-core additions stays within 2048 terms. The fused kernel's groups are splits too. */
+int64_t choose_split(const problem &problem, int64_t tiles) {
+    enum { FEWEST = 320, MOST = 2048, ENOUGH_TILES = 96, STEP = TILE_TOKENS };
+    const int64_t tokens = problem.tokens;
     if (tokens == 0 || tiles == 0)
         return STEP;
-    int64_t splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
-    if (splits > divide_up(tokens, FEWEST))
-        splits = divide_up(tokens, FEWEST);
-    if (splits < divide_up(tokens, MOST))
-        splits = divide_up(tokens, MOST);
+    int64_t splits = fused_groups(problem);
+    if (splits == 0) {
+        splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
+        if (splits > divide_up(tokens, FEWEST))
+            splits = divide_up(tokens, FEWEST);
+        if (splits < divide_up(tokens, MOST))
+            splits = divide_up(tokens, MOST);
+    }
     return round_up(divide_up(tokens, splits), STEP);
 }
 
-/* The problem of a call, complete but for the workspace's address: the parts' offsets stand there. */
-enum moer_status plan(enum moer_operation operation, const void *args, problem *result, size_t *bytes, int *device,
+/* Lays out the workspace, and says how large it is. */
+size_t lay_out(problem *problem, bool fused) {
+    parts parts;
+    problem->fused = fused ? fused_groups(*problem) : 0;
+    problem->logits_stride = round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE);
+    problem->weight_rows = choose_weight_rows(problem->experts, problem->weight.type);
+    problem->partial_rows = round_up(problem->experts, problem->weight_rows);
+    problem->partial_stride = round_up(problem->hidden, TILE_COLUMNS);
+    problem->split_tokens =
+        choose_split(*problem, problem->partial_rows / problem->weight_rows * problem->partial_stride / TILE_COLUMNS);
+    problem->splits = divide_up(problem->tokens, problem->split_tokens);
+    parts.add(&problem->logits, (fused ? round_up(problem->tokens, TILE_TOKENS) : problem->tokens) *
+                                    problem->logits_stride * (problem->weight.type == F32 ? 4 : 2));
+    parts.add(&problem->partials, !fused && problem->grad_weight.data
+                                      ? problem->splits * problem->partial_rows * problem->partial_stride * 4
+                                      : 0);
+    return static_cast<size_t>(parts.size);
+}
+
+/* Makes an address of an offset into the workspace. */
+template <typename V>
+void place(V **part, void *workspace) {
+    *part = reinterpret_cast<V *>(static_cast<char *>(workspace) + reinterpret_cast<uintptr_t>(*part));
+}
+
+/* The problem of a call, but for its layout. */
+enum moer_status plan(enum moer_operation operation, const void *args, problem *result, int *device,
                       moer_message *message) {
     const DLTensor *hidden, *weight, *ids;
     if (operation == MOER_SOFTMAX_TOPK_BACKWARD) {
@@ -191,18 +254,6 @@ enum moer_status plan(enum moer_operation operation, const void *args, problem *
                   ? make_problem(*static_cast<const moer_softmax_topk_backward_args *>(args))
                   : make_problem(*static_cast<const moer_sigmoid_topk_backward_args *>(args));
     *device = hidden->device.device_id;
-    result->logits_stride = round_up(experts, LOGITS_MULTIPLE);
-    result->weight_rows = choose_weight_rows(result->experts, result->weight.type);
-    result->partial_rows = round_up(experts, result->weight_rows);
-    result->partial_stride = round_up(width, TILE_COLUMNS);
-    result->split_tokens =
-        choose_split(tokens, result->partial_rows / result->weight_rows * result->partial_stride / TILE_COLUMNS);
-    result->splits = divide_up(tokens, result->split_tokens);
-    int64_t logits = tokens * result->logits_stride * (result->weight.type == F32 ? 4 : 2);
-    int64_t partials =
-        result->grad_weight.data ? result->splits * result->partial_rows * result->partial_stride * 4 : 0;
-    result->partials = reinterpret_cast<float *>(round_up(logits, 256));
-    *bytes = static_cast<size_t>(round_up(logits, 256) + round_up(partials, 256));
     return MOER_OK;
 }
 
@@ -271,7 +322,7 @@ enum moer_status take_workspace(int device, cudaStream_t stream, size_t bytes, v
 enum moer_status launch_all(const problem &problem, cudaStream_t stream, moer_message *message) {
     cudaError_t error = problem.tokens > 0 ? launch_logits(problem, stream) : cudaSuccess;
     if (error == cudaSuccess)
-        error = launch_products(problem, stream);
+        error = problem.fused ? launch_fused(problem, stream) : launch_products(problem, stream);
     return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a kernel could not be launched");
 }
 
@@ -279,7 +330,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     problem problem{};
     size_t bytes = 0;
     int device = 0;
-    enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
+    enum moer_status status = plan(operation, args, &problem, &device, message);
     if (status)
         return status;
     current_device current(device, message);
@@ -288,6 +339,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     status = choose_kernels(device, &problem.tuned, message);
     if (status)
         return status;
+    bytes = lay_out(&problem, fuses(problem));
     auto common = static_cast<const common_args *>(args);
     auto stream = static_cast<cudaStream_t>(common->stream);
     void *workspace = common->workspace;
@@ -295,8 +347,8 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
         status = take_workspace(device, stream, bytes, &workspace, message);
     if (status)
         return status;
-    problem.logits = static_cast<char *>(workspace);
-    problem.partials = reinterpret_cast<float *>(problem.logits + reinterpret_cast<uintptr_t>(problem.partials));
+    place(&problem.logits, workspace);
+    place(&problem.partials, workspace);
     status = launch_all(problem, stream, message);
     if (!common->workspace && workspace) {
         cudaError_t error = cudaFreeAsync(workspace, stream);
@@ -309,27 +361,38 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
 enum moer_status workspace_size(enum moer_operation operation, const void *args, size_t *bytes, moer_message *message) {
     problem problem{};
     int device = 0;
-    return plan(operation, args, &problem, bytes, &device, message);
+    const enum moer_status status = plan(operation, args, &problem, &device, message);
+    if (status)
+        return status;
+    /* Enough for whichever kernels the call will take. */
+    *bytes = 0;
+    for (bool tuned : {false, true})
+        for (bool fused : {false, true}) {
+            problem.tuned = tuned;
+            const size_t size = !fused || fused_groups(problem) > 0 ? lay_out(&problem, fused) : 0;
+            *bytes = *bytes > size ? *bytes : size;
+        }
+    return MOER_OK;
 }
 
 enum moer_status explain(enum moer_operation operation, const void *args, moer_message *message) {
     problem problem{};
-    size_t bytes = 0;
     int device = 0;
-    enum moer_status status = plan(operation, args, &problem, &bytes, &device, message);
+    enum moer_status status = plan(operation, args, &problem, &device, message);
     if (status)
         return status;
-    bool tuned = false;
-    status = choose_kernels(device, &tuned, message);
+    status = choose_kernels(device, &problem.tuned, message);
     if (status)
         return status;
-    tuned = tuned && problem.weight.type != F32;
-    return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products, weight gradient in %lld splits of %lld tokens",
+    const bool tuned = problem.tuned && problem.weight.type != F32;
+    lay_out(&problem, fuses(problem));
+    return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens",
                      device, tuned ? "sm_90a" : "generic",
                      problem.weight.type == F32 ? "float32"
                      : tuned                    ? "wgmma"
                                                 : "mma.sync",
-                     static_cast<long long>(problem.splits), static_cast<long long>(problem.split_tokens));
+                     problem.fused ? " by one kernel" : "", static_cast<long long>(problem.splits),
+                     static_cast<long long>(problem.split_tokens));
 }
 
 void info(char *text, size_t size) {

@@ -45,12 +45,17 @@ struct problem {
     int64_t partial_rows, partial_stride;
     int64_t split_tokens, splits;
     bool tuned; /* by the kernels that are for one architecture alone */
+
+    /* Groups in which one kernel for both products takes the tokens; G is then tiles of 64 tokens, as they are to lie
+     * in shared memory. 0: by two kernels. */
+    int fused;
 };
 
-/* G's rows are a whole number of the products' panels; tiles of the products have so many columns. */
-enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128 };
+/* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
+ * tokens, and rows of whole blocks. */
+enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128, TILE_TOKENS = 64, FUSED_LOGITS_MULTIPLE = 64 };
 
-inline int64_t divide_up(int64_t value, int64_t by) {
+__host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
     return (value + by - 1) / by;
 }
 
@@ -66,6 +71,7 @@ inline int choose_weight_rows(int experts, enum element type) {
 /* Each launches on the stream; no synchronisation. */
 cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
+cudaError_t launch_fused(const struct problem &problem, cudaStream_t stream);
 
 /* The launchers hand dtypes to templates. */
 template <typename T>

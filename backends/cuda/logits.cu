@@ -9,11 +9,11 @@
  * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
  * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
  * 64 a slot of m's gather, 2 E written. */
-#include "common.cuh"
+#include "tiles.cuh"
 
 namespace {
 
-enum { WARP = 32, GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */ };
+enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */ };
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 /* Expert i of a lane's registers. */
@@ -78,12 +78,17 @@ bool in_groups(const rows &rows, int experts) {
 template <typename T, int EXPERTS>
 __device__ __forceinline__ void store_row(const problem &problem, int64_t token, int lane,
                                           const lane_row<T, EXPERTS> &g) {
-    T *row = reinterpret_cast<T *>(problem.logits) + token * problem.logits_stride;
+    const int64_t stride = problem.logits_stride, first = problem.fused ? token / TILE_TOKENS * TILE_TOKENS : token;
+    char *rows = problem.logits + first * stride * sizeof(T);
 #pragma unroll
-    for (int i = 0; i < EXPERTS; i += GROUP)
-        if (expert_of(lane, i) < problem.logits_stride)
-            *reinterpret_cast<typename lane_row<T, EXPERTS>::group *>(row + expert_of(lane, i)) = g.groups[i / GROUP];
-    if (!problem.grad_logits.data)
+    for (int i = 0; i < EXPERTS; i += GROUP) {
+        const int expert = expert_of(lane, i);
+        const int at = problem.fused ? swizzled<T, TILE_TOKENS, A_PANEL>(static_cast<int>(token % TILE_TOKENS), expert)
+                                     : expert * static_cast<int>(sizeof(T));
+        if (expert < stride)
+            *reinterpret_cast<typename lane_row<T, EXPERTS>::group *>(rows + at) = g.groups[i / GROUP];
+    }
+    if (token >= problem.tokens || !problem.grad_logits.data)
         return;
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
@@ -339,8 +344,13 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP)
     allow_next_kernel();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * warps_of<EXPERTS> + warp;
-    if (token >= problem.tokens)
+    if (token >= problem.tokens) {
+        lane_row<T, EXPERTS> zeros;
+        zeros.clear();
+        if (problem.fused && token < divide_up(problem.tokens, TILE_TOKENS) * TILE_TOKENS)
+            store_row(problem, token, lane, zeros);
         return;
+    }
     if (SOFTMAX)
         softmax_row<T, EXPERTS, SLOTS>(problem, token, lane, vector, rows[warp]);
     else
@@ -357,7 +367,8 @@ cudaError_t launch_with(const problem &problem, bool vector, cudaStream_t stream
                                              few ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
     if (error != cudaSuccess)
         return error;
-    const int64_t blocks = (problem.tokens + warps_of<EXPERTS> - 1) / warps_of<EXPERTS>;
+    const int64_t tokens = divide_up(problem.tokens, TILE_TOKENS) * TILE_TOKENS; /* of whole tiles */
+    const int64_t blocks = divide_up(problem.fused ? tokens : problem.tokens, warps_of<EXPERTS>);
     kernel<<<static_cast<unsigned>(blocks), warps_of<EXPERTS> * WARP, 0, stream>>>(problem, vector);
     return cudaGetLastError();
 }

@@ -66,3 +66,88 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
                  : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+/* bar.sync (9.7.13.1) among so many threads; 0 is __syncthreads()'s. */
+__device__ __forceinline__ void synchronize(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+#if __CUDA_ARCH__ >= 900
+
+/* mbarrier (9.7.13.15): a phase ends when as many have arrived as init says, and all expected bytes have come. Whoever
+ * waits for the end of the phase of a parity sees what was written before the arrivals. */
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+/* For the other blocks of the cluster, and the asynchronous copies. */
+__device__ __forceinline__ void barrier_init_done() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+/* Once what this thread has begun to copy by copy_async() has come. */
+__device__ __forceinline__ void barrier_arrive_when_copied(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+                 "@!done bra again_%=; }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* The same for what another block of the cluster has written. */
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again_%=; }" ::"r"(barrier),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* cp.async.bulk (9.7.9.25.4.1): a multiple of 16 bytes from global to shared memory. */
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* What threads have written, to whatever memory, the asynchronous instructions shall read. */
+__device__ __forceinline__ void fence_asynchronous_all() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. */
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* mapa (9.7.9.23): where an address of this block is in another of the cluster. */
+__device__ __forceinline__ uint32_t of_block(uint32_t address, uint32_t rank) {
+    uint32_t mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+    return mapped;
+}
+
+/* st.async (9.7.9.12): 16 bytes to shared memory of the cluster, counted by a barrier there. */
+__device__ __forceinline__ void store_to_block(uint32_t to, const float (&values)[4], uint32_t barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+                 : "memory");
+}
+
+#endif

@@ -10,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "command.h"
@@ -221,6 +222,12 @@ static int close_file(const struct command_option *option, struct file *file, co
     return failed ? complain("%s: cannot be written: %s", option->value, strerror(reason)) : 0;
 }
 
+static int same_file(FILE *a, FILE *b) {
+    struct stat one, other;
+    return fstat(fileno(a), &one) == 0 && fstat(fileno(b), &other) == 0 && S_ISREG(one.st_mode) &&
+           one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+}
+
 static int run_bench(struct bench *bench) {
     int result = 0;
     char setting[80];
@@ -248,12 +255,12 @@ int bench_main(int argc, char **argv) {
     struct bench bench = {0};
     struct file json = {0}, plot = {0};
     int result = plan_bench(&bench, name, options);
-    if (result == 0 && options[JSON].value && options[PLOT].value && !strcmp(options[JSON].value, options[PLOT].value))
-        result = complain("--json and --plot name one file, %s", options[JSON].value);
     if (result == 0)
         result = open_file(&options[JSON], &json);
     if (result == 0)
         result = open_file(&options[PLOT], &plot);
+    if (result == 0 && json.stream && plot.stream && same_file(json.stream, plot.stream))
+        result = complain("--json and --plot name one file, %s", options[JSON].value);
     if (result == 0)
         result = run_bench(&bench);
     const int write = result != EXIT_TROUBLE;

@@ -186,6 +186,8 @@ START_TEST(caller_s_arithmetic) {
     for (int64_t n = 0; n < gradient->shape[0]; n++)
         for (int64_t e = 0; e < gradient->shape[1]; e++) /* so that float16 has subnormals */
             set_element(gradient, n, e, 0, get_element(gradient, n, e, 0) * 1e-3);
+    if (plan.operation == MOER_SIGMOID_TOPK_BACKWARD) /* no float32 */
+        trial->call.args.sigmoid.routed_scaling_factor = 0.7;
     trial_check(trial);
     copy_outputs(trial, expected);
     const int roundings[] = {FE_TONEAREST, FE_UPWARD, FE_TOWARDZERO};

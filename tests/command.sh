@@ -317,11 +317,32 @@ SOURCE_DATE_EPOCH=today
 check 'a date that is none' 2 "'today'" bench $softmax --tokens 1
 unset SOURCE_DATE_EPOCH
 check 'JSON in no folder' 2 'cannot be written: No such' bench $softmax --tokens 1 --json "$work/none/json"
+check 'JSON and plot in one file' 2 'name one file' bench $softmax --tokens 1 --json "$work/both" --plot "$work/./both"
+echo old >"$work/kept"
+holds 'bench with its output closed' fails sh -c '"$0" bench "$1" --tokens 1 --hidden 8 --experts 4 --top-k 2 --json "$2" >&-' \
+    "$MOEROUTER" $softmax "$work/json"
+holds 'a failure with its output closed' fails sh -c 'MOER_CPU_ISA=none "$0" bench "$1" --tokens 1 --json "$2" >&-' \
+    "$MOEROUTER" $softmax "$work/kept"
+holds 'leaves the file as it was' test "$(cat "$work/kept")" = old
 check 'a plot that is a folder' 2 'cannot be written: Is a' bench $softmax --tokens 1 --plot "$work"
 if [ -c /dev/full ]; then
     check 'JSON to a full disk' 2 'cannot be written: No space' bench $softmax --tokens 1 --json /dev/full
     check 'a plot to a full disk' 2 'cannot be written: No space' bench $softmax --tokens 1 --plot /dev/full
 fi
+
+# ---- Rows of nothing
+
+rows=1125899906842624
+header=$(
+    printf '{'
+    for tensor in '"hidden_states":{"dtype":"F32","shape":['$rows',0]' '"gate_weight":{"dtype":"F32","shape":[0,0]' \
+        '"routing_probs":{"dtype":"F32","shape":['$rows',0]' '"selected_experts":{"dtype":"I64","shape":['$rows',0]'; do
+        printf '%s,"data_offsets":[0,0]},' "$tensor"
+    done
+    printf '"grad_routing_weights":{"dtype":"F32","shape":[%s,0],"data_offsets":[0,0]}}' $rows
+)
+{ prefix ${#header}; printf '%s' "$header"; } >"$work/rows"
+check '2^50 tokens of nothing' 0 'norm         0' run $softmax "$work/rows" -o "$work/out" --check
 
 # ---- Files that break the format's rules
 

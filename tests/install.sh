@@ -52,6 +52,7 @@ check 'only moer_* is exported' sh -c "! nm -D --defined-only '$libdir/libmoerou
 check 'global names of the static library are moer_*' sh -c \
     "! nm -g --defined-only '$libdir/libmoerouter.a' | grep -E '^[0-9a-f]+ ' | grep -vE ' moer_'"
 check 'soname' sh -c "readelf -d '$libdir/libmoerouter.so' | grep -q 'SONAME.*\[libmoerouter.so.0\]'"
+check 'it stays loaded' sh -c "readelf -d '$libdir/libmoerouter.so' | grep -q NODELETE"
 check 'no CUDA library is needed' sh -c "! readelf -d '$libdir/libmoerouter.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
 check 'a backend has no undefined name of the library' sh -c "! nm -u '$build'/.libs/libcpu.a | grep ' moer_' |
     grep -vE ' moer_(cpu|slice|blas)_'"

@@ -3,6 +3,7 @@
 #include "command.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -272,7 +273,15 @@ static int run_command(int argc, char **argv) {
     return 0;
 }
 
+/* A standard stream that was closed must not become the first file that is opened. */
+static void fill_standard_streams(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0)
+            open("/dev/null", fd == 0 ? O_WRONLY : O_RDONLY); /* so that its use fails, as before */
+}
+
 int main(int argc, char **argv) {
+    fill_standard_streams();
     setvbuf(stdout, NULL, _IOLBF, 0); /* rows can be read as they come, in a pipe too */
     const int status = run_command(argc, argv);
     if (fflush(stdout) != 0 || ferror(stdout))

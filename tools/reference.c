@@ -345,6 +345,11 @@ int reference_compare(const struct call *call, const struct reference_options *o
     int64_t broken = 0;
     for (int i = 0; i < CALL_OUTPUTS; i++)
         check[i] = check_of(call, options, i, &report[i]);
+    int some = 0; /* of 2^50 rows of nothing there is nothing to compare */
+    for (int i = 0; i < CALL_OUTPUTS; i++)
+        some |= check[i].output && check[i].output->shape[0] > 0 && check[i].output->shape[1] > 0;
+    if (!some)
+        return 0;
     if (work_new(&work, loop.dims))
         return -1;
     work.least = options->gpu && loop.dtype.code == kDLFloat && loop.dtype.bits == 16 ? 0x1p-14 : 0.0;

@@ -148,10 +148,10 @@ static double now_ms(void) {
     return (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
 }
 
-/* The L2 norm of a matrix. */
+/* The L2 norm of a matrix, which may be 2^50 rows of nothing. */
 static double norm(const DLTensor *tensor) {
     double sum = 0;
-    for (int64_t i = 0; i < tensor->shape[0]; i++)
+    for (int64_t i = 0; tensor->shape[1] > 0 && i < tensor->shape[0]; i++)
         for (int64_t j = 0; j < tensor->shape[1]; j++) {
             const double value = get_element(tensor, i, j, 0);
             sum += value * value;

@@ -54,7 +54,7 @@ struct problem {
             int64_t mask_expert, mask_slot, mask_token;     /* m's strides in bytes */
         } softmax;
         struct {
-            float scaling;                                         /* f */
+            double scaling;                                        /* f, as it was given */
             struct rows incoming, scores, normalized, denominator; /* g, s, w, z */
         } sigmoid;
     };

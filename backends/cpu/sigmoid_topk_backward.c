@@ -27,10 +27,11 @@ static void sort_keys(union entry *entries, int32_t count) {
     }
 }
 
-/* R(g[k] * f) */
+/* R(g[k] * f); f is converted here, since the caller's arithmetic may be another than a row's. */
 static float scaled(const struct problem *problem, int64_t token, int64_t k) {
-    return round_to(problem->sigmoid.scores.type,
-                    element_at(&problem->sigmoid.incoming, token, k) * problem->sigmoid.scaling);
+    const double given = problem->sigmoid.scaling;
+    const float f = (float)(given == 0 ? 1 : given);
+    return round_to(problem->sigmoid.scores.type, element_at(&problem->sigmoid.incoming, token, k) * f);
 }
 
 static int32_t sigmoid_row(const struct problem *problem, int64_t token, union entry *entries) {
@@ -80,8 +81,7 @@ struct problem moer_cpu_sigmoid_topk_backward(const void *call) {
                               .invalid_ids = moer_data(args->invalid_ids),
                               .workspace = args->workspace,
                               .sparse_row = sigmoid_row};
-    double scaling = args->routed_scaling_factor;
-    problem.sigmoid.scaling = (float)(scaling == 0 ? 1 : scaling);
+    problem.sigmoid.scaling = args->routed_scaling_factor;
     problem.sigmoid.incoming = moer_cpu_rows(args->grad_topk_weights);
     problem.sigmoid.scores = moer_cpu_rows(args->scores);
     problem.sigmoid.normalized = moer_cpu_rows(args->topk_weights_normalized);

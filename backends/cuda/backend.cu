@@ -7,6 +7,7 @@
 #include "common.cuh"
 
 #include <cuda.h>
+#include <fenv.h>
 #include <pthread.h>
 
 namespace {
@@ -130,10 +131,21 @@ problem make_problem(const moer_softmax_topk_backward_args &args) {
     return result;
 }
 
+/* f as float32, in plain arithmetic, whatever the caller's is. */
+float plain_factor(double given) {
+    fenv_t before;
+    fegetenv(&before);
+    fesetenv(FE_DFL_ENV);
+    const volatile double factor = given;
+    const volatile float result = factor == 0 ? 1.0f : static_cast<float>(factor);
+    fesetenv(&before);
+    return result;
+}
+
 problem make_problem(const moer_sigmoid_topk_backward_args &args) {
     problem result = common_problem(args, args.weight, args.grad_weight, args.topk_indices, args.grad_topk_weights);
     result.operation = MOER_SIGMOID_TOPK_BACKWARD;
-    result.scaling = args.routed_scaling_factor == 0 ? 1.0f : static_cast<float>(args.routed_scaling_factor);
+    result.scaling = plain_factor(args.routed_scaling_factor);
     result.scores = rows_of(args.scores);
     result.normalized = rows_of(args.topk_weights_normalized);
     result.denominator = rows_of(args.denominator);

@@ -162,7 +162,7 @@ struct moer_sigmoid_topk_backward_args {
 MOER_API enum moer_status moer_sigmoid_topk_backward(const struct moer_sigmoid_topk_backward_args *args);
 
 /* Size of the workspace of such a call, in bytes. Reads shapes, dtypes and the device, but no data: data pointers may
- * be NULL. The same checks and errors as the call itself. */
+ * be NULL. The same checks and errors as the call itself, but for those of data and of the workspace. */
 MOER_API enum moer_status moer_softmax_topk_backward_workspace_size(const struct moer_softmax_topk_backward_args *args,
                                                                     size_t *bytes);
 MOER_API enum moer_status moer_sigmoid_topk_backward_workspace_size(const struct moer_sigmoid_topk_backward_args *args,

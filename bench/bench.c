@@ -224,8 +224,8 @@ static int close_file(const struct command_option *option, struct file *file, co
 
 static int same_file(FILE *a, FILE *b) {
     struct stat one, other;
-    return fstat(fileno(a), &one) == 0 && fstat(fileno(b), &other) == 0 && S_ISREG(one.st_mode) &&
-           one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+    return fstat(fileno(a), &one) == 0 && fstat(fileno(b), &other) == 0 && one.st_dev == other.st_dev &&
+           one.st_ino == other.st_ino;
 }
 
 static int run_bench(struct bench *bench) {

@@ -184,15 +184,10 @@ int fused_groups(const problem &problem) {
     return problem.hidden <= 30 * 80 ? 4 : 0;
 }
 
-bool in_chunks(const rows &rows, element type) {
-    return rows.type == type && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % 8 == 0;
-}
-
 bool fuses(const problem &problem) {
-    const element type = problem.weight.type;
     return fused_groups(problem) > 0 && problem.grad_hidden.data && problem.grad_weight.data &&
-           in_chunks(problem.hidden_states, type) && in_chunks(problem.weight, type) &&
-           in_chunks(problem.grad_hidden, type);
+           problem.grad_hidden.type == problem.weight.type && is_aligned(problem.hidden_states, 2) &&
+           is_aligned(problem.weight, 2) && is_aligned(problem.grad_hidden, 2);
 }
 
 /* Tokens of a split of the weight gradient, by shapes and by which kernels the device has, but not by where the tensors

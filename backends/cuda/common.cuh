@@ -59,6 +59,13 @@ __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
     return (value + by - 1) / by;
 }
 
+/* Whether rows, of elements of so many bytes, can be copied in chunks. */
+enum { CHUNK_BYTES = 16 };
+
+__host__ __device__ __forceinline__ bool is_aligned(const struct rows &rows, int size) {
+    return reinterpret_cast<uintptr_t>(rows.data) % CHUNK_BYTES == 0 && rows.stride * size % CHUNK_BYTES == 0;
+}
+
 /* The height of a weight gradient's tile: what leaves the fewest rows empty, the tallest of equals. */
 inline int choose_weight_rows(int experts, enum element type) {
     int best = 64;

@@ -37,8 +37,6 @@ struct shape {
     static constexpr int WARPGROUPS = (BLOCKS + BLOCKS_EACH - 1) / BLOCKS_EACH;
     static constexpr int THREADS = (WARPGROUPS + TURNS) * WARPGROUP + LOADERS + WARP;
     static constexpr int BOUND = 768; /* 80 registers */
-    static constexpr int PACE =
-        COLUMNS > 32 ? 0 : 600; /* clocks from one tile of hidden states to the next, at first */
     static constexpr int GATE_BYTES = PANELS * EXPERTS * A_PANEL, HIDDEN_BYTES = PANELS * TOKENS * A_PANEL;
     static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2;
     /* Sums travel in units of what a warpgroup has in four registers. */
@@ -168,19 +166,10 @@ class panel_loader {
 
 /* Sums of DOWN times 64 rows, as wgmma has them: a warp has 16 of each 64 rows, a thread pairs of columns. */
 template <typename T, int DOWN_, int COLUMNS>
-struct sums_of {
+struct sums_of : async_layout {
     static constexpr int DOWN = DOWN_, ACROSS = COLUMNS / 8;
     float sums[DOWN][ACROSS][4];
 
-    static __device__ constexpr int row_step() {
-        return 64;
-    }
-    static __device__ __forceinline__ int first_row() {
-        return threadIdx.x / WARP % 4 * 16;
-    }
-    static __device__ __forceinline__ int first_column() {
-        return 0;
-    }
     __device__ __forceinline__ void clear() {
         memset(sums, 0, sizeof sums);
     }
@@ -260,10 +249,11 @@ __device__ __forceinline__ void load_hidden(const job<BLOCKS, COLUMNS, GROUPS> &
     panel_loader<TOKENS, COLUMNS, LOADERS> loader(problem.hidden_states, job.first, problem.tokens, job.column,
                                                   problem.hidden, thread);
     using shape = ::shape<BLOCKS, COLUMNS, GROUPS>;
+    constexpr int PACE = COLUMNS > 32 ? 0 : 600; /* clocks from one tile to the next, at first */
     const long long begin = clock64();
     job.hidden.produce(job.tiles, [&](int i, int slot) {
         if (i < shape::HIDDEN_SLOTS)
-            while (clock64() - begin < static_cast<long long>(i) * shape::PACE)
+            while (clock64() - begin < static_cast<long long>(i) * PACE)
                 ;
         loader.next(job.hidden.at(slot));
         barrier_arrive_when_copied(job.hidden.full(slot));

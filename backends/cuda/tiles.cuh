@@ -7,7 +7,7 @@
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
-enum { WARP = 32, CHUNK_BYTES = 16, STEP_BYTES = 128 };
+enum { WARP = 32, STEP_BYTES = 128 };
 
 template <typename T>
 constexpr bool is_16_bit = sizeof(T) == 2;
@@ -37,19 +37,8 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
         asm volatile("" : "+f"(sums[i / 4 / ACROSS][i / 4 % ACROSS][i % 4])::"memory");
 }
 
-/* The same by Hopper's wgmma, which reads both operands in shared memory, 64 rows at a time. A product has a multiple
- * of 64 rows, but any multiple of 8 columns: where the tile's rows are A's columns, of which there may be 160, its
- * transpose is worked out, B's columns being the rows. A warp has every 4th 16 rows. */
-template <typename T, int ROWS, int COLUMNS, bool TERMS_ARE_ROWS>
-struct async_tile {
-    static constexpr int STEP = step_of<T>;
-    static constexpr int DOWN = (TERMS_ARE_ROWS ? COLUMNS : ROWS) / 64, ACROSS = (TERMS_ARE_ROWS ? ROWS : COLUMNS) / 8;
-    float sums[DOWN][ACROSS][4];
-    int begun = 0;
-
-    static __device__ constexpr bool pairs_below() {
-        return TERMS_ARE_ROWS;
-    }
+/* Which rows and columns of sums a warp has, as wgmma leaves them: 16 of each 64 rows, and all columns. */
+struct async_layout {
     static __device__ constexpr int row_step() {
         return 64;
     }
@@ -58,6 +47,21 @@ struct async_tile {
     }
     static __device__ __forceinline__ int first_column() {
         return 0;
+    }
+};
+
+/* The same by Hopper's wgmma, which reads both operands in shared memory, 64 rows at a time. A product has a multiple
+ * of 64 rows, but any multiple of 8 columns: where the tile's rows are A's columns, of which there may be 160, its
+ * transpose is worked out, B's columns being the rows. A warp has every 4th 16 rows. */
+template <typename T, int ROWS, int COLUMNS, bool TERMS_ARE_ROWS>
+struct async_tile : async_layout {
+    static constexpr int STEP = step_of<T>;
+    static constexpr int DOWN = (TERMS_ARE_ROWS ? COLUMNS : ROWS) / 64, ACROSS = (TERMS_ARE_ROWS ? ROWS : COLUMNS) / 8;
+    float sums[DOWN][ACROSS][4];
+    int begun = 0;
+
+    static __device__ constexpr bool pairs_below() {
+        return TERMS_ARE_ROWS;
     }
     __device__ __forceinline__ void clear() {
         begun = 0;
@@ -120,10 +124,6 @@ struct async_tile {
     }
 };
 #endif
-
-__host__ __device__ __forceinline__ bool is_aligned(const rows &rows, int size) {
-    return reinterpret_cast<uintptr_t>(rows.data) % CHUNK_BYTES == 0 && rows.stride * size % CHUNK_BYTES == 0;
-}
 
 __device__ __forceinline__ uint32_t packed(float first, float second, __nv_bfloat16) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);

@@ -81,16 +81,24 @@ class current_device {
 
 /* ---- A call's problem ---- */
 
-rows rows_of(const DLTensor *tensor) {
+typed_rows rows_of(const DLTensor *tensor) {
     if (!tensor)
-        return rows{};
+        return typed_rows{};
     /* A tensor without elements, or a query, may have no data; presence must still show. */
     static char nothing;
     char *data = static_cast<char *>(moer_data(tensor));
-    element type = tensor->dtype.bits == 32 ? F32 : tensor->dtype.code == kDLBfloat ? BF16 : F16;
     /* A single row may come with any stride. */
     int64_t stride = tensor->shape[0] > 1 ? moer_stride(tensor, 0) : tensor->shape[1];
-    return rows{data ? data : &nothing, stride, type};
+    typed_rows result{};
+    result.data = data ? data : &nothing;
+    result.stride = stride;
+    result.type = tensor->dtype.bits == 32 ? F32 : tensor->dtype.code == kDLBfloat ? BF16 : F16;
+    return result;
+}
+
+input input_of(const DLTensor *tensor) {
+    const rows rows = rows_of(tensor);
+    return input{rows.data, rows.data ? rows.stride * moer_element_size(tensor) : 0};
 }
 
 template <typename Args>
@@ -103,15 +111,15 @@ problem common_problem(const Args &args, const DLTensor *weight, const DLTensor 
     result.top_k = static_cast<int>(ids->shape[1]);
     result.hidden_states = rows_of(args.hidden_states);
     result.weight = rows_of(weight);
+    result.type = rows_of(weight).type;
     result.grad_hidden = rows_of(args.grad_hidden_states);
     result.grad_weight = rows_of(grad_weight);
     result.grad_logits = rows_of(args.grad_logits);
     result.accumulate = args.accumulate;
-    result.ids = static_cast<const char *>(moer_data(ids));
-    result.ids_stride = moer_stride(ids, 0) * moer_element_size(ids);
+    result.ids = input_of(ids);
     result.wide_ids = ids->dtype.bits == 64;
     result.invalid_ids = static_cast<int *>(moer_data(args.invalid_ids));
-    result.incoming = rows_of(incoming);
+    result.incoming = input_of(incoming);
     return result;
 }
 
@@ -119,14 +127,15 @@ problem make_problem(const moer_softmax_topk_backward_args &args) {
     problem result =
         common_problem(args, args.gate_weight, args.grad_gate_weight, args.selected_experts, args.grad_routing_weights);
     result.operation = MOER_SOFTMAX_TOPK_BACKWARD;
-    result.probs = rows_of(args.routing_probs);
-    result.sum = rows_of(args.routing_weights_sum);
-    result.direct = rows_of(args.grad_router_logits);
-    result.mask = rows_of(args.grad_expert_mask);
+    result.probs = input_of(args.routing_probs);
+    result.sum = input_of(args.routing_weights_sum);
+    result.direct = input_of(args.grad_router_logits);
     if (args.grad_expert_mask) {
-        result.mask_expert = moer_stride(args.grad_expert_mask, 0);
-        result.mask_slot = moer_stride(args.grad_expert_mask, 1);
-        result.mask_token = moer_stride(args.grad_expert_mask, 2);
+        const int64_t size = moer_element_size(args.grad_expert_mask);
+        result.mask = input_of(args.grad_expert_mask).data;
+        result.mask_expert = moer_stride(args.grad_expert_mask, 0) * size;
+        result.mask_slot = moer_stride(args.grad_expert_mask, 1) * size;
+        result.mask_token = moer_stride(args.grad_expert_mask, 2) * size;
     }
     return result;
 }
@@ -146,9 +155,9 @@ problem make_problem(const moer_sigmoid_topk_backward_args &args) {
     problem result = common_problem(args, args.weight, args.grad_weight, args.topk_indices, args.grad_topk_weights);
     result.operation = MOER_SIGMOID_TOPK_BACKWARD;
     result.scaling = plain_factor(args.routed_scaling_factor);
-    result.scores = rows_of(args.scores);
-    result.normalized = rows_of(args.topk_weights_normalized);
-    result.denominator = rows_of(args.denominator);
+    result.scores = input_of(args.scores);
+    result.normalized = input_of(args.topk_weights_normalized);
+    result.denominator = input_of(args.denominator);
     return result;
 }
 
@@ -172,21 +181,20 @@ class parts {
     int64_t size = 0;
 };
 
-/* Into how many groups the fused kernel takes the tokens; 0 where two kernels are faster. Which is decided on the GPU
- * that it is made for, by its room for the kernel's slices. */
+/* Into how many groups the fused kernel takes the tokens; 0 where two kernels do it. As many as the GPU that it is made
+ * for has room for, with all slices at once. */
 int fused_groups(const problem &problem) {
-    enum { SMALL = 1536, LARGE = 8192, WIDEST = 128 };
-    if (!problem.tuned || problem.weight.type == F32 || problem.tokens == 0 || problem.tokens > LARGE ||
-        problem.experts == 0 || problem.experts > WIDEST || problem.hidden == 0 || problem.hidden % 8 != 0)
+    enum { WIDEST = 128 };
+    const int64_t slices = divide_up(problem.hidden, FUSED_COLUMNS);
+    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.experts == 0 ||
+        problem.experts > WIDEST || problem.hidden == 0 || problem.hidden % 8 != 0)
         return 0;
-    if (problem.tokens <= SMALL && problem.hidden <= 66 * 32)
-        return 2;
-    return problem.hidden <= 30 * 80 ? 4 : 0;
+    return slices <= 30 ? 4 : slices <= 39 ? 3 : slices <= 66 ? 2 : slices <= 132 ? 1 : 0;
 }
 
 bool fuses(const problem &problem) {
     return fused_groups(problem) > 0 && problem.grad_hidden.data && problem.grad_weight.data &&
-           problem.grad_hidden.type == problem.weight.type && is_aligned(problem.hidden_states, 2) &&
+           problem.grad_hidden.type == problem.type && is_aligned(problem.hidden_states, 2) &&
            is_aligned(problem.weight, 2) && is_aligned(problem.grad_hidden, 2);
 }
 
@@ -212,16 +220,17 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
 /* Lays out the workspace, and says how large it is. */
 size_t lay_out(problem *problem, bool fused) {
     parts parts;
-    problem->fused = fused ? fused_groups(*problem) : 0;
-    problem->logits_stride = round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE);
-    problem->weight_rows = choose_weight_rows(problem->experts, problem->weight.type);
+    problem->fused = static_cast<int8_t>(fused ? fused_groups(*problem) : 0);
+    problem->logits_stride =
+        static_cast<int>(round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE));
+    problem->weight_rows = choose_weight_rows(problem->experts, problem->type);
     problem->partial_rows = round_up(problem->experts, problem->weight_rows);
     problem->partial_stride = round_up(problem->hidden, TILE_COLUMNS);
     problem->split_tokens =
         choose_split(*problem, problem->partial_rows / problem->weight_rows * problem->partial_stride / TILE_COLUMNS);
     problem->splits = divide_up(problem->tokens, problem->split_tokens);
     parts.add(&problem->logits, (fused ? round_up(problem->tokens, TILE_TOKENS) : problem->tokens) *
-                                    problem->logits_stride * (problem->weight.type == F32 ? 4 : 2));
+                                    problem->logits_stride * (problem->type == F32 ? 4 : 2));
     parts.add(&problem->partials, !fused && problem->grad_weight.data
                                       ? problem->splits * problem->partial_rows * problem->partial_stride * 4
                                       : 0);
@@ -391,13 +400,13 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     status = choose_kernels(device, &problem.tuned, message);
     if (status)
         return status;
-    const bool tuned = problem.tuned && problem.weight.type != F32;
+    const bool tuned = problem.tuned && problem.type != F32;
     lay_out(&problem, fuses(problem));
     return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens",
                      device, tuned ? "sm_90a" : "generic",
-                     problem.weight.type == F32 ? "float32"
-                     : tuned                    ? "wgmma"
-                                                : "mma.sync",
+                     problem.type == F32 ? "float32"
+                     : tuned             ? "wgmma"
+                                         : "mma.sync",
                      problem.fused ? " by one kernel" : "", static_cast<long long>(problem.splits),
                      static_cast<long long>(problem.split_tokens));
 }

@@ -15,45 +15,64 @@ enum element { BF16, F16, F32 };
 struct rows {
     char *data; /* NULL: absent */
     int64_t stride;
+};
+
+/* A gradient may be of another type than the operands. */
+struct typed_rows : rows {
     enum element type;
 };
 
+/* The same of what only the first kernel reads. */
+struct input {
+    const char *data;
+    int64_t stride; /* bytes */
+};
+
+/* A kernel waits a twentieth of a microsecond for each 64 bytes of its parameters that it has not read yet, a multiple
+ * of that for the first: what is needed first stands first, and what is needed together, together. The first line ends
+ * after 48 bytes. */
 struct problem {
-    int64_t tokens, hidden;
-    int experts, top_k;
-    struct rows hidden_states, weight;
-    struct rows grad_hidden, grad_weight, grad_logits;
-    int accumulate;
-    const char *ids;
-    int64_t ids_stride; /* bytes */
-    int wide_ids;
-    int *invalid_ids;
-    enum moer_operation operation;
-    /* softmax: p, z, g, d, m; z, d and m may be absent. m's strides are in elements. */
-    struct rows probs, sum, incoming, direct, mask;
-    int64_t mask_expert, mask_slot, mask_token;
-    /* sigmoid: f, s, w, z; g is incoming. */
-    float scaling;
-    struct rows scores, normalized, denominator;
-
-    /* The workspace. G is T, [tokens][logits_stride], zero beyond E; partial sums of the weight gradient are
-     * [splits][partial_rows][partial_stride], whole tiles of them, weight_rows high. */
-    char *logits;
-    int64_t logits_stride;
-    float *partials;
-    int weight_rows;
-    int64_t partial_rows, partial_stride;
-    int64_t split_tokens, splits;
-    bool tuned; /* by the kernels that are for one architecture alone */
-
+    /* Softmax: p; d, g and z, then m. z, d and m may be absent. The mask's strides are in bytes. */
+    struct input ids, probs;
+    char *logits; /* G in the workspace: T, [tokens][logits_stride], zero beyond E */
+    int logits_stride;
+    bool wide_ids, accumulate;
+    bool pairs; /* the fused kernel may store neighbours of the weight gradient together */
     /* Groups in which one kernel for both products takes the tokens; G is then tiles of 64 tokens, as they are to lie
      * in shared memory. 0: by two kernels. */
-    int fused;
+    int8_t fused;
+
+    struct input direct, incoming, sum; /* incoming: sigmoid's g as well */
+    int64_t tokens;
+    int experts, top_k;
+
+    const char *mask;
+    int64_t mask_expert, mask_slot, mask_token;
+    struct typed_rows grad_logits;
+    int *invalid_ids;
+
+    /* Sigmoid: s, w, z and f. */
+    struct input scores, normalized, denominator;
+    float scaling;
+    enum element type; /* of the operands */
+
+    struct rows hidden_states, weight;
+    int64_t hidden;
+    int64_t split_tokens, splits;
+    struct typed_rows grad_hidden, grad_weight;
+
+    /* In the workspace: partial sums of the weight gradient, [splits][partial_rows][partial_stride], whole tiles of
+     * them, weight_rows high. */
+    float *partials;
+    int64_t partial_rows, partial_stride;
+    int weight_rows;
+    enum moer_operation operation;
+    bool tuned; /* by the kernels that are for one architecture alone */
 };
 
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
  * tokens, and rows of whole blocks. */
-enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128, TILE_TOKENS = 64, FUSED_LOGITS_MULTIPLE = 64 };
+enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128, TILE_TOKENS = 64, FUSED_LOGITS_MULTIPLE = 64, FUSED_COLUMNS = 80 };
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
     return (value + by - 1) / by;
@@ -100,7 +119,7 @@ __device__ __forceinline__ __half from_float<__half>(float value) {
     return __float2half_rn(value);
 }
 
-__device__ __forceinline__ float load_element(const struct rows &rows, int64_t row, int64_t column) {
+__device__ __forceinline__ float load_element(const struct typed_rows &rows, int64_t row, int64_t column) {
     int64_t at = row * rows.stride + column;
     if (rows.type == F32)
         return reinterpret_cast<const float *>(rows.data)[at];
@@ -109,7 +128,7 @@ __device__ __forceinline__ float load_element(const struct rows &rows, int64_t r
     return to_float(reinterpret_cast<const __half *>(rows.data)[at]);
 }
 
-__device__ __forceinline__ void store_element(const struct rows &rows, int64_t row, int64_t column, float value) {
+__device__ __forceinline__ void store_element(const struct typed_rows &rows, int64_t row, int64_t column, float value) {
     int64_t at = row * rows.stride + column;
     if (rows.type == F32)
         reinterpret_cast<float *>(rows.data)[at] = value;
@@ -119,7 +138,8 @@ __device__ __forceinline__ void store_element(const struct rows &rows, int64_t r
         reinterpret_cast<__half *>(rows.data)[at] = from_float<__half>(value);
 }
 
-/* Keeps the compiler from working out addresses that depend on a pointer before this point, and from holding them. */
+/* Keeps the compiler from working out addresses that depend on a pointer before this point, from holding them, and from
+ * working out the pointer after it. */
 template <typename V>
 __device__ __forceinline__ void keep_here(V *&pointer) {
     asm volatile("" : "+l"(pointer));

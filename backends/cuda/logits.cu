@@ -11,9 +11,11 @@
  * 64 a slot of m's gather, 2 E written. */
 #include "tiles.cuh"
 
+#include <type_traits>
+
 namespace {
 
-enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */ };
+enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
 /* Expert i of a lane's registers. */
@@ -47,75 +49,103 @@ struct lane_row {
     }
 };
 
-/* A lane's part of a row; beyond the row it is zero. vector: rows begin at multiples of a group, and E is one. */
-template <typename V, int EXPERTS>
-__device__ __forceinline__ void load_row(lane_row<V, EXPERTS> &result, const rows &rows, int64_t token, int experts,
-                                         int lane, bool vector) {
-    const V *row = reinterpret_cast<const V *>(rows.data) + token * rows.stride;
+/* Has a pointer to global memory worked out here, whether or not it will be used: a parameter that is read under a
+ * condition is waited for longer. */
+template <typename V>
+__device__ __forceinline__ void settle(const V *&pointer) {
+    keep_here(pointer);
+    __builtin_assume(__isGlobal(pointer));
+}
+
+/* What lies so many strides on. Where 32 bits do for all, a batch is plain, and its tokens are of such a type. */
+template <typename V>
+__device__ __forceinline__ const V *strides_on(const void *first, int64_t index, int64_t stride) {
+    return reinterpret_cast<const V *>(static_cast<const char *>(first) + index * stride);
+}
+
+template <typename V>
+__device__ __forceinline__ const V *strides_on(const void *first, uint32_t index, int64_t stride) {
+    const uint64_t offset = static_cast<uint64_t>(index) * static_cast<uint32_t>(stride);
+    return reinterpret_cast<const V *>(static_cast<const char *>(first) + offset);
+}
+
+/* A lane's part of a row; beyond the row it is zero. VECTOR: rows begin at multiples of a group, and E is one. */
+template <bool VECTOR, typename V, int EXPERTS, typename Token>
+__device__ __forceinline__ void load_row(lane_row<V, EXPERTS> &result, const input &rows, Token token, int experts,
+                                         int lane) {
+    const V *row = strides_on<V>(rows.data, token, rows.stride);
+    settle(row);
     result.clear();
 #pragma unroll
-    for (int i = 0; i < EXPERTS / GROUP; i++) {
-        const int expert = expert_of(lane, i * GROUP);
-        if (vector) {
-            if (expert < experts)
-                result.groups[i] = *reinterpret_cast<const typename lane_row<V, EXPERTS>::group *>(row + expert);
-        } else {
-#pragma unroll
-            for (int j = 0; j < GROUP; j++)
-                if (expert + j < experts)
-                    result.set(i * GROUP + j, row[expert + j]);
-        }
+    for (int i = 0; i < EXPERTS; i += VECTOR ? GROUP : 1) {
+        const int expert = expert_of(lane, i);
+        if (expert < experts && VECTOR)
+            result.groups[i / GROUP] = *reinterpret_cast<const typename lane_row<V, EXPERTS>::group *>(row + expert);
+        else if (expert < experts)
+            result.set(i, row[expert]);
     }
 }
 
 template <typename V>
-bool in_groups(const rows &rows, int experts) {
-    return experts % GROUP == 0 && rows.stride % GROUP == 0 &&
+bool in_groups(const input &rows, int experts) {
+    return experts % GROUP == 0 && rows.stride % (GROUP * sizeof(V)) == 0 &&
            reinterpret_cast<uintptr_t>(rows.data) % (GROUP * sizeof(V)) == 0;
 }
 
-/* Stores a lane's part of a row of G, which ends in zeros, and of grad_logits. */
-template <typename T, int EXPERTS>
-__device__ __forceinline__ void store_row(const problem &problem, int64_t token, int lane,
-                                          const lane_row<T, EXPERTS> &g) {
-    const int64_t stride = problem.logits_stride, first = problem.fused ? token / TILE_TOKENS * TILE_TOKENS : token;
-    char *rows = problem.logits + first * stride * sizeof(T);
-#pragma unroll
-    for (int i = 0; i < EXPERTS; i += GROUP) {
-        const int expert = expert_of(lane, i);
-        const int at = problem.fused ? swizzled<T, TILE_TOKENS, A_PANEL>(static_cast<int>(token % TILE_TOKENS), expert)
-                                     : expert * static_cast<int>(sizeof(T));
-        if (expert < stride)
-            *reinterpret_cast<typename lane_row<T, EXPERTS>::group *>(rows + at) = g.groups[i / GROUP];
-    }
-    if (token >= problem.tokens || !problem.grad_logits.data)
-        return;
-#pragma unroll
-    for (int i = 0; i < EXPERTS; i++)
-        if (expert_of(lane, i) < problem.experts)
-            store_element(problem.grad_logits, token, expert_of(lane, i), g[i]);
+/* Rows of G, with those that fill up the last tile. */
+template <typename Token>
+__host__ __device__ __forceinline__ Token rows_of_logits(bool fused, Token tokens) {
+    return fused ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS * TILE_TOKENS : tokens;
 }
 
-/* A token's slots: lane l has slots l and, where there are more than 32, l + 32. Empty and invalid slots are -1; the
- * invalid are counted. */
+/* Stores a lane's part of a row of G, which ends in zeros. */
+template <typename T, int EXPERTS, typename Token>
+__device__ __forceinline__ void store_row(const problem &problem, Token token, int lane,
+                                          const lane_row<T, EXPERTS> &g) {
+    const uint32_t stride = problem.logits_stride;
+    using group = typename lane_row<T, EXPERTS>::group;
+    if (problem.fused) {
+        char *tile = problem.logits + static_cast<uint64_t>(token / TILE_TOKENS) * (TILE_TOKENS * stride * sizeof(T));
+#pragma unroll
+        for (int i = 0; i < EXPERTS; i += GROUP)
+            if (expert_of(lane, i) < stride)
+                *reinterpret_cast<group *>(tile + swizzled<T, TILE_TOKENS, A_PANEL>(
+                                                      static_cast<int>(token % TILE_TOKENS), expert_of(lane, i))) =
+                    g.groups[i / GROUP];
+    } else {
+        T *to = reinterpret_cast<T *>(problem.logits) + static_cast<uint64_t>(token) * stride;
+#pragma unroll
+        for (int i = 0; i < EXPERTS; i += GROUP)
+            if (expert_of(lane, i) < stride)
+                *reinterpret_cast<group *>(to + expert_of(lane, i)) = g.groups[i / GROUP];
+    }
+}
+
+/* A batch is plain if its rows can be loaded in groups, it has at most 32 slots, and grad_logits are not wanted: the
+ * loads of a small one wait for instructions too, most of all where those are not the next in memory. Other batches
+ * have room for 64 slots. */
+template <bool PLAIN>
+constexpr int slots_of = PLAIN ? 1 : 2;
+template <bool PLAIN>
+using token_of = std::conditional_t<PLAIN, uint32_t, int64_t>;
+
+/* A token's slots: lane l has slots l and l + 32. Empty and invalid slots are -1; the invalid are counted. */
 template <int SLOTS>
 struct raw_ids {
     int low[SLOTS], high[SLOTS];
 };
 
-template <int SLOTS>
-__device__ __forceinline__ void load_ids(raw_ids<SLOTS> &raw, const problem &problem, int64_t token, int lane) {
-    const char *row = problem.ids + token * problem.ids_stride;
+template <int SLOTS, typename Token>
+__device__ __forceinline__ void load_ids(raw_ids<SLOTS> &raw, const problem &problem, Token token, int lane,
+                                         int top_k) {
+    const char *row = strides_on<char>(problem.ids.data, token, problem.ids.stride);
+    settle(row);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
         const int slot = lane + i * WARP;
-        raw.low[i] = raw.high[i] = -1;
-        if (slot < problem.top_k && problem.wide_ids) {
-            const int2 id = reinterpret_cast<const int2 *>(row)[slot];
-            raw.low[i] = id.x, raw.high[i] = id.y;
-        } else if (slot < problem.top_k) {
-            raw.low[i] = reinterpret_cast<const int *>(row)[slot];
-        }
+        const int *id = reinterpret_cast<const int *>(row + slot * (problem.wide_ids ? 8 : 4));
+        raw.low[i] = slot < top_k ? id[0] : -1;
+        raw.high[i] = slot < top_k && problem.wide_ids ? id[1] : -1;
     }
 }
 
@@ -131,10 +161,10 @@ __device__ __forceinline__ void check_ids(int (&ids)[SLOTS], const raw_ids<SLOTS
     }
 }
 
-template <typename T, int SLOTS>
-__device__ __forceinline__ void load_of_slots(T (&values)[SLOTS], const rows &rows, int64_t token, int lane,
-                                              int top_k) {
-    const T *row = reinterpret_cast<const T *>(rows.data) + token * rows.stride;
+template <typename T, int SLOTS, typename Token>
+__device__ __forceinline__ void load_of_slots(T (&values)[SLOTS], const input &rows, Token token, int lane, int top_k) {
+    const T *row = strides_on<T>(rows.data, token, rows.stride);
+    settle(row);
     memset(values, 0, sizeof values);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
@@ -174,17 +204,17 @@ __device__ __forceinline__ void scatter(float *row, const int (&ids)[SLOTS], con
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
-        if (distinct) {
-            if (ids[i] >= 0)
-                row[ids[i]] = add(row[ids[i]], values[i]);
-            __syncwarp();
-        } else {
+        if (!distinct) {
 #pragma unroll 1
             for (int turn = 0; turn < WARP; turn++) {
                 if (turn == lane && ids[i] >= 0)
                     row[ids[i]] = add(row[ids[i]], values[i]);
                 __syncwarp();
             }
+        } else {
+            if (ids[i] >= 0)
+                row[ids[i]] = add(row[ids[i]], values[i]);
+            __syncwarp();
         }
 }
 
@@ -206,73 +236,74 @@ __device__ __forceinline__ void from_shared(float (&values)[EXPERTS], const floa
     }
 }
 
-/* v of the lane's slots: the gradients of the chosen probabilities. */
-template <typename T, int SLOTS>
-__device__ __forceinline__ void softmax_slots(const problem &problem, int64_t token, int lane, const int (&ids)[SLOTS],
-                                              const T (&incoming)[SLOTS], float z, float (&v)[SLOTS]) {
+/* A token takes as long as its loads: the gathers of m wait for the ids, and everything that can be done without m is
+ * done while they are on their way. */
+template <typename T, int EXPERTS, bool PLAIN>
+__device__ __forceinline__ void softmax_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
+                                            float *row, lane_row<T, EXPERTS> &result) {
+    constexpr int SLOTS = slots_of<PLAIN>;
     const bool normalized = problem.sum.data != nullptr;
-    const float *p = reinterpret_cast<const float *>(problem.probs.data) + token * problem.probs.stride;
-    float q[SLOTS], g[SLOTS], c = 0;
-    T m[SLOTS];
+    raw_ids<SLOTS> raw;
+    lane_row<float, EXPERTS> p;
+    lane_row<T, EXPERTS> direct;
+    T g[SLOTS], m[SLOTS];
+    float d[EXPERTS], q[SLOTS], v[SLOTS], z = 1, c = 0;
+    int ids[SLOTS];
+    load_ids(raw, problem, token, lane, top_k);
+    load_row<PLAIN>(p, problem.probs, token, problem.experts, lane);
+    load_row<PLAIN>(direct, problem.direct, token, problem.direct.data ? problem.experts : 0, lane);
+    load_of_slots(g, problem.incoming, token, lane, top_k);
+    const float *sum = strides_on<float>(problem.sum.data, token, problem.sum.stride);
+    settle(sum);
+    if (normalized)
+        z = *sum;
+    const char *mask = strides_on<char>(problem.mask, token, problem.mask_token);
+    mask = strides_on<char>(mask, token_of<PLAIN>(lane), problem.mask_slot);
+    settle(mask);
+    check_ids(ids, raw, problem);
+    /* The gathers go out when the loads have come: to wait for those later would be to wait for both. */
+    to_shared(row, p, lane);
+    __syncwarp();
     memset(m, 0, sizeof m);
 #pragma unroll
-    for (int i = 0; i < SLOTS; i++) {
-        const int64_t id = ids[i], slot = lane + i * WARP;
-        q[i] = 0;
-        if (id >= 0 && problem.mask.data)
-            m[i] = reinterpret_cast<const T *>(
-                problem.mask.data)[id * problem.mask_expert + slot * problem.mask_slot + token * problem.mask_token];
-        if (id >= 0 && normalized)
-            q[i] = p[id];
-    }
+    for (int i = 0; i < SLOTS; i++)
+        if (ids[i] >= 0 && problem.mask)
+            m[i] = *strides_on<T>(mask + i * WARP * problem.mask_slot, token_of<PLAIN>(ids[i]), problem.mask_expert);
+
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
-        g[i] = to_float(incoming[i]);
+        q[i] = ids[i] >= 0 ? row[ids[i]] : 0;
+    __syncwarp();
+    const bool distinct = all_distinct(row, ids, lane);
+    to_shared(row, direct, lane);
     if (normalized) {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++)
-            if (ids[i] >= 0)
-                c = __fadd_rn(c, __fmul_rn(g[i], __fdiv_rn(q[i], z)));
+            c = __fadd_rn(c, ids[i] >= 0 ? __fmul_rn(to_float(g[i]), __fdiv_rn(q[i], z)) : 0.0f);
         c = warp_sum(c);
     }
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
-        v[i] = __fadd_rn(normalized ? __fdiv_rn(__fsub_rn(g[i], c), z) : g[i], to_float(m[i]));
-}
-
-template <typename T, int EXPERTS, int SLOTS>
-__device__ __forceinline__ void softmax_row(const problem &problem, int64_t token, int lane, bool vector, float *row) {
-    raw_ids<SLOTS> raw;
-    lane_row<float, EXPERTS> p;
-    lane_row<T, EXPERTS> direct, result;
-    T g[SLOTS];
-    float d[EXPERTS], v[SLOTS], z = 1;
-    int ids[SLOTS];
-    load_ids(raw, problem, token, lane);
-    load_row(p, problem.probs, token, problem.experts, lane, vector);
-    direct.clear();
-    if (problem.direct.data)
-        load_row(direct, problem.direct, token, problem.experts, lane, vector);
-    load_of_slots(g, problem.incoming, token, lane, problem.top_k);
-    if (problem.sum.data)
-        z = *(reinterpret_cast<const float *>(problem.sum.data) + token * problem.sum.stride);
-    check_ids(ids, raw, problem);
-    const bool distinct = all_distinct(row, ids, lane);
-    softmax_slots(problem, token, lane, ids, g, z, v);
-    to_shared(row, direct, lane);
-    scatter(row, ids, v, distinct, lane, [](float sum, float value) { return __fadd_rn(sum, value); });
-    from_shared(d, row, lane);
+        v[i] = normalized ? __fdiv_rn(__fsub_rn(to_float(g[i]), c), z) : to_float(g[i]);
     double dot = 0;
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
-        dot += static_cast<double>(d[i]) * static_cast<double>(p[i]);
+        dot += static_cast<double>(direct[i]) * static_cast<double>(p[i]);
+
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+        v[i] = __fadd_rn(v[i], to_float(m[i]));
+        if (ids[i] >= 0)
+            dot += static_cast<double>(v[i]) * static_cast<double>(q[i]);
+    }
+    scatter(row, ids, v, distinct, lane, [](float sum, float value) { return __fadd_rn(sum, value); });
+    from_shared(d, row, lane);
     const float mean = static_cast<float>(warp_sum(dot));
     result.clear();
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
         result.set(i,
                    from_float<T>(expert_of(lane, i) < problem.experts ? __fmul_rn(p[i], __fsub_rn(d[i], mean)) : 0.0f));
-    store_row(problem, token, lane, result);
 }
 
 template <typename T>
@@ -281,18 +312,20 @@ __device__ __forceinline__ float rounded(float value) {
 }
 
 /* The chosen experts' G is worked out by their slots' lanes. */
-template <typename T, int EXPERTS, int SLOTS>
-__device__ __forceinline__ void sigmoid_row(const problem &problem, int64_t token, int lane, bool vector, float *row) {
+template <typename T, int EXPERTS, bool PLAIN>
+__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
+                                            float *row, lane_row<T, EXPERTS> &result) {
+    constexpr int SLOTS = slots_of<PLAIN>;
     raw_ids<SLOTS> raw;
-    lane_row<T, EXPERTS> scores, result;
+    lane_row<T, EXPERTS> scores;
     T g[SLOTS], w[SLOTS], z;
     float s[SLOTS], u[SLOTS], terms[SLOTS], dense[EXPERTS], c = 0;
     int ids[SLOTS];
-    load_ids(raw, problem, token, lane);
-    load_row(scores, problem.scores, token, problem.experts, lane, vector);
-    load_of_slots(g, problem.incoming, token, lane, problem.top_k);
-    load_of_slots(w, problem.normalized, token, lane, problem.top_k);
-    z = *(reinterpret_cast<const T *>(problem.denominator.data) + token * problem.denominator.stride);
+    load_ids(raw, problem, token, lane, top_k);
+    load_row<PLAIN>(scores, problem.scores, token, problem.experts, lane);
+    load_of_slots(g, problem.incoming, token, lane, top_k);
+    load_of_slots(w, problem.normalized, token, lane, top_k);
+    z = *strides_on<T>(problem.denominator.data, token, problem.denominator.stride);
     check_ids(ids, raw, problem);
     const bool distinct = all_distinct(row, ids, lane);
 #pragma unroll
@@ -301,7 +334,7 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, int64_t toke
         terms[i] = ids[i] >= 0 ? rounded<T>(__fmul_rn(u[i], to_float(w[i]))) : 0.0f;
     }
     /* In ascending k; an empty slot's zero changes nothing. */
-    for (int k = 0; k < problem.top_k; k++)
+    for (int k = 0; k < top_k; k++)
         c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP));
     c = rounded<T>(c);
     to_shared(row, scores, lane);
@@ -330,36 +363,49 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, int64_t toke
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
         result.set(i, from_float<T>(dense[i]));
-    store_row(problem, token, lane, result);
 }
 
 /* Rows of more than 512 experts leave room for fewer warps. */
 template <int EXPERTS>
 constexpr int warps_of = EXPERTS > 16 ? 4 : 8;
 
-template <typename T, int EXPERTS, int SLOTS, bool SOFTMAX>
-__global__ void __launch_bounds__(warps_of<EXPERTS> *WARP)
-    logits_kernel(const __grid_constant__ problem problem, bool vector) {
+/* Warps for which there are registers, if there is something to choose. */
+template <int EXPERTS, bool PLAIN>
+constexpr int resident_of = EXPERTS == GROUP &&PLAIN ? MOST_RESIDENT : warps_of<EXPERTS>;
+
+template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
+__global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, PLAIN> / warps_of<EXPERTS>)
+    logits_kernel(const __grid_constant__ problem problem) {
     __shared__ __align__(16) float rows[warps_of<EXPERTS>][EXPERTS * WARP];
     allow_next_kernel();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int64_t token = static_cast<int64_t>(blockIdx.x) * warps_of<EXPERTS> + warp;
-    if (token >= problem.tokens) {
-        lane_row<T, EXPERTS> zeros;
-        zeros.clear();
-        if (problem.fused && token < divide_up(problem.tokens, TILE_TOKENS) * TILE_TOKENS)
-            store_row(problem, token, lane, zeros);
+    using Token = token_of<PLAIN>;
+    const Token row = static_cast<Token>(blockIdx.x) * warps_of<EXPERTS> + warp, tokens = problem.tokens;
+    if (row >= rows_of_logits(problem.fused, tokens))
         return;
-    }
-    if (SOFTMAX)
-        softmax_row<T, EXPERTS, SLOTS>(problem, token, lane, vector, rows[warp]);
+    /* A row of zeros is the last token's, without its slots, but for what is stored: to jump would cost more. */
+    const bool exists = row < tokens;
+    const Token token = exists ? row : tokens - 1;
+    const int top_k = exists ? problem.top_k : 0;
+    lane_row<T, EXPERTS> g;
+    if constexpr (SOFTMAX)
+        softmax_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
     else
-        sigmoid_row<T, EXPERTS, SLOTS>(problem, token, lane, vector, rows[warp]);
+        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
+    if (!exists)
+        g.clear();
+    store_row(problem, row, lane, g);
+    if (!PLAIN && exists && problem.grad_logits.data) {
+#pragma unroll
+        for (int i = 0; i < EXPERTS; i++)
+            if (expert_of(lane, i) < problem.experts)
+                store_element(problem.grad_logits, token, expert_of(lane, i), g[i]);
+    }
 }
 
-template <typename T, int EXPERTS, int SLOTS, bool SOFTMAX>
-cudaError_t launch_with(const problem &problem, bool vector, cudaStream_t stream) {
-    auto kernel = logits_kernel<T, EXPERTS, SLOTS, SOFTMAX>;
+template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
+cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
+    auto kernel = logits_kernel<T, EXPERTS, SOFTMAX, PLAIN>;
     /* The products want much shared memory and start beside this kernel only where it is set aside already; a large
      * batch does better with the cache. */
     const bool few = problem.tokens <= MOST_RESIDENT / 2 * attribute(cudaDevAttrMultiProcessorCount);
@@ -367,27 +413,27 @@ cudaError_t launch_with(const problem &problem, bool vector, cudaStream_t stream
                                              few ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
     if (error != cudaSuccess)
         return error;
-    const int64_t tokens = divide_up(problem.tokens, TILE_TOKENS) * TILE_TOKENS; /* of whole tiles */
-    const int64_t blocks = divide_up(problem.fused ? tokens : problem.tokens, warps_of<EXPERTS>);
-    kernel<<<static_cast<unsigned>(blocks), warps_of<EXPERTS> * WARP, 0, stream>>>(problem, vector);
+    const int64_t blocks = divide_up(rows_of_logits(problem.fused, problem.tokens), warps_of<EXPERTS>);
+    kernel<<<static_cast<unsigned>(blocks), warps_of<EXPERTS> * WARP, 0, stream>>>(problem);
     return cudaGetLastError();
-}
-
-template <typename T, int EXPERTS, int SLOTS>
-cudaError_t launch_of(const problem &problem, cudaStream_t stream) {
-    if (problem.operation == MOER_SIGMOID_TOPK_BACKWARD)
-        return launch_with<T, EXPERTS, SLOTS, false>(problem, in_groups<T>(problem.scores, problem.experts), stream);
-    return launch_with<T, EXPERTS, SLOTS, true>(
-        problem,
-        in_groups<float>(problem.probs, problem.experts) &&
-            (!problem.direct.data || in_groups<T>(problem.direct, problem.experts)),
-        stream);
 }
 
 template <typename T, int EXPERTS>
 cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
-    return problem.top_k <= WARP ? launch_of<T, EXPERTS, 1>(problem, stream)
-                                 : launch_of<T, EXPERTS, 2>(problem, stream); /* 64 */
+    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
+    const bool vector = softmax ? in_groups<float>(problem.probs, problem.experts) &&
+                                      (!problem.direct.data || in_groups<T>(problem.direct, problem.experts))
+                                : in_groups<T>(problem.scores, problem.experts);
+    bool plain = vector && problem.top_k <= WARP && !problem.grad_logits.data && problem.tokens < MOST_NEAR;
+    for (int64_t stride : {problem.ids.stride, problem.probs.stride, problem.direct.stride, problem.incoming.stride,
+                           problem.sum.stride, problem.scores.stride, problem.normalized.stride,
+                           problem.denominator.stride, problem.mask_expert, problem.mask_slot, problem.mask_token})
+        plain = plain && stride >= 0 && stride < MOST_NEAR;
+    if (softmax)
+        return plain ? launch_with<T, EXPERTS, true, true>(problem, stream)
+                     : launch_with<T, EXPERTS, true, false>(problem, stream);
+    return plain ? launch_with<T, EXPERTS, false, true>(problem, stream)
+                 : launch_with<T, EXPERTS, false, false>(problem, stream);
 }
 
 template <typename T>
@@ -404,7 +450,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 } // namespace
 
 cudaError_t launch_logits(const problem &problem, cudaStream_t stream) {
-    switch (problem.weight.type) {
+    switch (problem.type) {
     case BF16:
         return launch<__nv_bfloat16>(problem, stream);
     case F16:

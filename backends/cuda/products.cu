@@ -348,7 +348,7 @@ __device__ __forceinline__ void multiply_tiles(Tile &result, operand a, const op
 /* One by one, through shared memory that nothing else uses any more: where elements are of another type, or rows do not
  * begin or end at multiples of 16 bytes. */
 template <typename Tile>
-__device__ __forceinline__ void store_elements(const Tile &result, const rows &out, int64_t row, int64_t rows,
+__device__ __forceinline__ void store_elements(const Tile &result, const typed_rows &out, int64_t row, int64_t rows,
                                                int64_t column, int64_t columns, float *shared) {
     keep_here(shared);
     asm volatile("" : "+l"(row), "+l"(column));
@@ -536,7 +536,7 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
     if (hidden_bytes > weight_bytes || plan.hidden.slots < plan.weight.slots)
         plan.hidden = choose_ring(HIDDEN_ROWS, 0, &hidden_bytes);
     int shared = weight_bytes > hidden_bytes ? weight_bytes : hidden_bytes;
-    plan.whole = is_16_bit<T> && problem.grad_hidden.type == problem.weight.type && problem.hidden % 8 == 0 &&
+    plan.whole = is_16_bit<T> && problem.grad_hidden.type == problem.type && problem.hidden % 8 == 0 &&
                  is_aligned(problem.grad_hidden, sizeof(T));
     plan.run = plan.whole && all > 0 && across > 0 ? choose_run(plan.weight_tiles, all, across) : 1;
     if (!plan.whole && shared < TILE_BYTES)
@@ -581,7 +581,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 } // namespace
 
 cudaError_t launch_products(const problem &problem, cudaStream_t stream) {
-    switch (problem.weight.type) {
+    switch (problem.type) {
     case BF16:
         return launch<__nv_bfloat16>(problem, stream);
     case F16:

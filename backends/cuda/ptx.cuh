@@ -2,6 +2,7 @@
 /* Instructions that CUDA C++ has no words for, each a function of its name. Chapters are those of the PTX ISA 9.0. */
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -31,9 +32,23 @@ __device__ __forceinline__ void copy_async_wait() {
 __device__ __forceinline__ void store_shared(uint32_t to, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t to, const float (&values)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+                 "f"(values[3])
+                 : "memory");
+}
 template <typename T>
 __device__ __forceinline__ void store_shared(uint32_t to, T value) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(reinterpret_cast<const unsigned short &>(value)) : "memory");
+}
+
+__device__ __forceinline__ float4 load_shared(uint32_t from) {
+    float4 value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(from)
+                 : "memory");
+    return value;
 }
 
 /* ldmatrix (9.7.14.5.15): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
@@ -115,21 +130,43 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
                  : "memory");
 }
 
-/* cp.async.bulk (9.7.9.25.4.1): a multiple of 16 bytes from global to shared memory. */
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
+/* prefetch.tensormap (9.7.9.16): a map will be needed soon. */
+__device__ __forceinline__ void prefetch_map(const CUtensorMap &map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+/* cp.async.bulk.tensor (9.7.9.27.1): a box of a matrix, from a column and a row on. What does not exist is zeros, and
+ * is not stored. */
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, int column, int row, uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+                 "[%4];" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier)
                  : "memory");
 }
 
-/* What threads have written, to whatever memory, the asynchronous instructions shall read. */
-__device__ __forceinline__ void fence_asynchronous_all() {
-    asm volatile("fence.proxy.async;" ::: "memory");
+__device__ __forceinline__ void store_box(const CUtensorMap &map, int column, int row, uint32_t from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
+                 "cp.async.bulk.commit_group;" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(from)
+                 : "memory");
+}
+
+/* Until of what this thread stores by store_box() only so many boxes have still to be read. */
+template <int PENDING>
+__device__ __forceinline__ void store_bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+/* stmatrix (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
 }
 
 /* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. */
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {

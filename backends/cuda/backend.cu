@@ -181,38 +181,45 @@ class parts {
     int64_t size = 0;
 };
 
-/* Into how many groups the fused kernel takes the tokens; 0 where two kernels do it. As many as the GPU that it is made
- * for has room for, with all slices at once. */
-int fused_groups(const problem &problem) {
-    enum { WIDEST = 128 };
-    const int64_t slices = divide_up(problem.hidden, FUSED_COLUMNS);
-    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.experts == 0 ||
-        problem.experts > WIDEST || problem.hidden == 0 || problem.hidden % 8 != 0)
-        return 0;
-    return slices <= 30 ? 4 : slices <= 39 ? 3 : slices <= 66 ? 2 : slices <= 132 ? 1 : 0;
+/* A chain of tensor-core additions, which are rounded towards zero, has at most so many terms. */
+enum { LONGEST_CHAIN = 2048 };
+
+/* Whether a shape is one for the fused kernel: whether the GPU that it is made for has room for all its slices at once.
+ */
+bool may_fuse(const problem &problem) {
+    enum { MOST_EXPERTS_FUSED = 128, MOST_SLICES = 30 };
+    return problem.tuned && problem.type != F32 && problem.tokens > 0 &&
+           problem.tokens <= FUSED_GROUPS * LONGEST_CHAIN && problem.experts > 0 &&
+           problem.experts <= MOST_EXPERTS_FUSED && problem.hidden > 0 && problem.hidden % 8 == 0 &&
+           divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES;
+}
+
+/* Whether a matrix of 16-bit elements can be copied by tensor maps. */
+bool is_mapped(const rows &matrix, int64_t columns) {
+    return is_aligned(matrix, 2) && matrix.stride >= columns && matrix.stride < INT64_C(1) << 39;
 }
 
 bool fuses(const problem &problem) {
-    return fused_groups(problem) > 0 && problem.grad_hidden.data && problem.grad_weight.data &&
-           problem.grad_hidden.type == problem.type && is_aligned(problem.hidden_states, 2) &&
-           is_aligned(problem.weight, 2) && is_aligned(problem.grad_hidden, 2);
+    return may_fuse(problem) && problem.grad_hidden.data && problem.grad_weight.data &&
+           problem.grad_hidden.type == problem.type && is_mapped(problem.hidden_states, problem.hidden) &&
+           is_mapped(problem.weight, problem.hidden) && is_mapped(problem.grad_hidden, problem.hidden);
 }
 
 /* Tokens of a split of the weight gradient, by shapes and by which kernels the device has, but not by where the tensors
  * lie: few splits, since each costs a write and a read of the whole gradient, but as many as give most multiprocessors
- * a tile, and a chain of tensor-core additions stays within 2048 terms. The fused kernel's groups are splits too. */
+ * a tile. The fused kernel's groups are splits too. */
 int64_t choose_split(const problem &problem, int64_t tiles) {
-    enum { FEWEST = 320, MOST = 2048, ENOUGH_TILES = 96, STEP = TILE_TOKENS };
+    enum { FEWEST = 320, ENOUGH_TILES = 96, STEP = TILE_TOKENS };
     const int64_t tokens = problem.tokens;
     if (tokens == 0 || tiles == 0)
         return STEP;
-    int64_t splits = fused_groups(problem);
-    if (splits == 0) {
+    int64_t splits = FUSED_GROUPS;
+    if (!may_fuse(problem)) {
         splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
         if (splits > divide_up(tokens, FEWEST))
             splits = divide_up(tokens, FEWEST);
-        if (splits < divide_up(tokens, MOST))
-            splits = divide_up(tokens, MOST);
+        if (splits < divide_up(tokens, LONGEST_CHAIN))
+            splits = divide_up(tokens, LONGEST_CHAIN);
     }
     return round_up(divide_up(tokens, splits), STEP);
 }
@@ -220,7 +227,7 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
 /* Lays out the workspace, and says how large it is. */
 size_t lay_out(problem *problem, bool fused) {
     parts parts;
-    problem->fused = static_cast<int8_t>(fused ? fused_groups(*problem) : 0);
+    problem->fused = fused;
     problem->logits_stride =
         static_cast<int>(round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE));
     problem->weight_rows = choose_weight_rows(problem->experts, problem->type);
@@ -385,7 +392,7 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     for (bool tuned : {false, true})
         for (bool fused : {false, true}) {
             problem.tuned = tuned;
-            const size_t size = !fused || fused_groups(problem) > 0 ? lay_out(&problem, fused) : 0;
+            const size_t size = !fused || may_fuse(problem) ? lay_out(&problem, fused) : 0;
             *bytes = *bytes > size ? *bytes : size;
         }
     return MOER_OK;

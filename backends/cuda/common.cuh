@@ -38,9 +38,8 @@ struct problem {
     int logits_stride;
     bool wide_ids, accumulate;
     bool pairs; /* the fused kernel may store neighbours of the weight gradient together */
-    /* Groups in which one kernel for both products takes the tokens; G is then tiles of 64 tokens, as they are to lie
-     * in shared memory. 0: by two kernels. */
-    int8_t fused;
+    /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory. */
+    bool fused;
 
     struct input direct, incoming, sum; /* incoming: sigmoid's g as well */
     int64_t tokens;
@@ -58,7 +57,7 @@ struct problem {
 
     struct rows hidden_states, weight;
     int64_t hidden;
-    int64_t split_tokens, splits;
+    int64_t split_tokens, splits; /* of the weight gradient's sums */
     struct typed_rows grad_hidden, grad_weight;
 
     /* In the workspace: partial sums of the weight gradient, [splits][partial_rows][partial_stride], whole tiles of
@@ -72,7 +71,14 @@ struct problem {
 
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
  * tokens, and rows of whole blocks. */
-enum { LOGITS_MULTIPLE = 32, TILE_COLUMNS = 128, TILE_TOKENS = 64, FUSED_LOGITS_MULTIPLE = 64, FUSED_COLUMNS = 80 };
+enum {
+    LOGITS_MULTIPLE = 32,
+    TILE_COLUMNS = 128,
+    TILE_TOKENS = 64,
+    FUSED_LOGITS_MULTIPLE = 64,
+    FUSED_COLUMNS = 80,
+    FUSED_GROUPS = 4
+};
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
     return (value + by - 1) / by;

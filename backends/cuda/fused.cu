@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Both products of an operation by one kernel that reads the hidden states once, for sm_90a.
  *
- * A block has a slice of the columns, whose gate it keeps, and a group of the tokens, which it takes 64 at a time. The
- * blocks of a cluster have the same slice, and each its group. Warps of a block:
+ * A block has a slice of 80 columns, whose gate it keeps, and a group of the tokens, which it takes 64 at a time. The
+ * four blocks of a cluster have the same slice, and each its group. Warps of a block:
  *
  * - One brings the gate and tiles of the hidden states by tensor copies, and does not wait for the kernel before.
  * - Two bring tiles of G by cp.async, once that kernel is done; it has left them as they are to lie in shared memory.
@@ -13,8 +13,8 @@
  * In the end the blocks of a cluster send one another their sums of the weight gradient, a part of them to each, which
  * that one adds up in the order of the groups and stores.
  *
- * For H = 2048 there are 26 slices of 80 columns in four groups; clusters of four blocks fit 30 times. The kernel
- * before lets this one start first thing, and fits beside it, for which 72 registers and 216 KB are few enough. */
+ * For H = 2048 there are 26 slices; clusters of four blocks fit 30 times. The kernel before lets this one start first
+ * thing, and fits beside it, for which 72 registers and 216 KB are few enough. */
 #include "tiles.cuh"
 
 #include <cuda.h>
@@ -30,17 +30,17 @@ enum {
     WARPGROUP = 128,
     LOADERS = 64,
     TURNS = 2,
-    CHAIN_TILES = 2048 / TOKENS
+    GROUPS = FUSED_GROUPS
 };
 
 /* Sizes for E of at most BLOCKS times 64. Operands in shared memory are panels of 32 columns. */
-template <int BLOCKS, int GROUPS>
+template <int BLOCKS>
 struct shape {
     static constexpr int EXPERTS = BLOCKS * BLOCK;
     static constexpr int THREADS = (BLOCKS + TURNS) * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = 896; /* 72 registers */
     static constexpr int GATE_BYTES = PANELS * EXPERTS * A_PANEL, HIDDEN_BYTES = PANELS * TOKENS * A_PANEL;
-    static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2, RESULT_BYTES = TOKENS * COLUMNS * 2, RESULT_SLOTS = 2;
+    static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2, RESULT_BYTES = TOKENS * COLUMNS * 2, RESULT_SLOTS = 4;
     /* Sums travel in units of what a warpgroup has in four registers. */
     static constexpr int UNIT_BYTES = WARPGROUP * 16, UNITS = BLOCKS * COLUMNS / 8;
     static constexpr int PART = (UNITS + GROUPS - 1) / GROUPS, SUMS_BYTES = (GROUPS - 1) * PART * UNIT_BYTES;
@@ -49,9 +49,9 @@ struct shape {
         return left < 0 ? 0 : left < PART ? left : PART;
     }
     static constexpr int ROOM = 216 * 1024 - GATE_BYTES - SUMS_BYTES - RESULT_SLOTS * RESULT_BYTES;
-    static constexpr int LOGITS_ROOM = ROOM * 4 / 7 / LOGITS_BYTES, LOGITS_SLOTS = LOGITS_ROOM < 8 ? LOGITS_ROOM : 8;
+    static constexpr int LOGITS_ROOM = ROOM * 4 / 7 / LOGITS_BYTES, LOGITS_SLOTS = LOGITS_ROOM < 9 ? LOGITS_ROOM : 9;
     static constexpr int HIDDEN_ROOM = (ROOM - LOGITS_SLOTS * LOGITS_BYTES) / HIDDEN_BYTES;
-    static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 8 ? HIDDEN_ROOM : 8;
+    static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 10 ? HIDDEN_ROOM : 10;
     static constexpr int BARRIERS = 2 * (HIDDEN_SLOTS + LOGITS_SLOTS + RESULT_SLOTS) + 2;
     static constexpr int BYTES = GATE_BYTES + SUMS_BYTES + RESULT_SLOTS * RESULT_BYTES + HIDDEN_SLOTS * HIDDEN_BYTES +
                                  LOGITS_SLOTS * LOGITS_BYTES + BARRIERS * 8;
@@ -133,40 +133,26 @@ struct sums_of : async_layout {
         hold(sums);
     }
 
-    /* G^T, from a block of experts on, times hidden states; added, if so. */
-    __device__ __forceinline__ void multiply_hidden(uint32_t logits, uint32_t hidden, bool add) {
+    /* Adds G^T, from a block of experts on, times hidden states. */
+    __device__ __forceinline__ void add_hidden(uint32_t logits, uint32_t hidden) {
         hold(sums);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; k++)
             wgmma<true>(sums[0], matrix_at(logits + k * 16 * A_PANEL, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64),
-                        matrix_at(hidden + k * 16 * A_PANEL, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64), add || k > 0,
-                        T());
+                        matrix_at(hidden + k * 16 * A_PANEL, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64), 1, T());
         wgmma_commit();
         wgmma_wait();
         hold(sums);
-    }
-
-    __device__ __forceinline__ void add_to(float *other, bool add) const {
-#pragma unroll
-        for (int i = 0; i < ACROSS; i++) {
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                other[i * 4 + j] = add ? __fadd_rn(other[i * 4 + j], sums[0][i][j]) : sums[0][i][j];
-            asm volatile("" ::: "memory"); /* not all at once */
-        }
-    }
-    __device__ __forceinline__ void load(const float *other) {
-        memcpy(sums, other, sizeof sums);
     }
 };
 
 /* ---- The kernel ---- */
 
 /* What a block works on, and its shared memory. */
-template <int BLOCKS, int GROUPS>
+template <int BLOCKS>
 struct job {
-    using shape = ::shape<BLOCKS, GROUPS>;
+    using shape = ::shape<BLOCKS>;
     int first, column; /* token, column */
     int tiles;
     unsigned rank; /* in the cluster, and the group's number */
@@ -204,9 +190,9 @@ struct job {
     }
 };
 
-template <int BLOCKS, int GROUPS>
-__device__ __forceinline__ void load_operands(const job<BLOCKS, GROUPS> &job, const maps &maps) {
-    using shape = ::shape<BLOCKS, GROUPS>;
+template <int BLOCKS>
+__device__ __forceinline__ void load_operands(const job<BLOCKS> &job, const maps &maps) {
+    using shape = ::shape<BLOCKS>;
     barrier_arrive_expecting(job.gate_comes, shape::GATE_BYTES);
 #pragma unroll
     for (int i = 0; i < PANELS; i++)
@@ -223,9 +209,9 @@ __device__ __forceinline__ void load_operands(const job<BLOCKS, GROUPS> &job, co
     }
 }
 
-template <int BLOCKS, int GROUPS>
-__device__ __forceinline__ void load_logits(const job<BLOCKS, GROUPS> &job, const char *logits, int thread) {
-    constexpr int BYTES = shape<BLOCKS, GROUPS>::LOGITS_BYTES;
+template <int BLOCKS>
+__device__ __forceinline__ void load_logits(const job<BLOCKS> &job, const char *logits, int thread) {
+    constexpr int BYTES = shape<BLOCKS>::LOGITS_BYTES;
     const char *from = logits + static_cast<int64_t>(job.first) / TOKENS * BYTES + thread * CHUNK_BYTES;
     wait_for_last_kernel();
 #pragma unroll 1
@@ -239,14 +225,14 @@ __device__ __forceinline__ void load_logits(const job<BLOCKS, GROUPS> &job, cons
     }
 }
 
-template <typename T, int BLOCKS, int GROUPS>
-__device__ __forceinline__ void make_grad_hidden(const job<BLOCKS, GROUPS> &job, int turn) {
-    using shape = ::shape<BLOCKS, GROUPS>;
+template <typename T, int BLOCKS>
+__device__ __forceinline__ void make_grad_hidden(const job<BLOCKS> &job, int turn) {
+    using shape = ::shape<BLOCKS>;
     const int lane = threadIdx.x % WARP;
     sums_of<T> result;
     result.clear();
-    const int at =
-        (result.first_row() + lane % 16) * COLUMNS * 2 + lane / 16 * CHUNK_BYTES; /* a lane's row, in a slot */
+    /* A lane's row, in a slot. */
+    const int at = (result.first_row() + lane % 16) * COLUMNS * 2 + lane / 16 * CHUNK_BYTES;
     barrier_wait(job.gate_comes, 0);
 #pragma unroll 1
     for (int i = turn; i < job.tiles; i += TURNS) {
@@ -269,9 +255,9 @@ __device__ __forceinline__ void make_grad_hidden(const job<BLOCKS, GROUPS> &job,
     }
 }
 
-template <int BLOCKS, int GROUPS>
-__device__ __forceinline__ void store_grad_hidden(const job<BLOCKS, GROUPS> &job, const maps &maps) {
-    constexpr int SLOTS = shape<BLOCKS, GROUPS>::RESULT_SLOTS;
+template <int BLOCKS>
+__device__ __forceinline__ void store_grad_hidden(const job<BLOCKS> &job, const maps &maps) {
+    constexpr int SLOTS = shape<BLOCKS>::RESULT_SLOTS;
 #pragma unroll 1
     for (int i = 0; i < job.tiles; i++) {
         const int slot = job.results.full_slot(i);
@@ -294,66 +280,80 @@ __device__ __noinline__ void store_apart(const problem &problem, int64_t expert,
     store_element(problem.grad_weight, expert, column + 1, second);
 }
 
-/* Adds up the block's part of all blocks' sums, a warpgroup every so many units of it, and stores them. */
-template <typename T, int BLOCKS, int GROUPS>
-__device__ __forceinline__ void add_up(const job<BLOCKS, GROUPS> &job, const problem &problem, int block) {
-    using shape = ::shape<BLOCKS, GROUPS>;
-    constexpr unsigned PART = shape::PART, BYTES = shape::UNIT_BYTES;
-    const int thread = threadIdx.x % WARPGROUP;
-#pragma unroll 1
-    for (int i = block; i < shape::units_of(job.rank); i += BLOCKS) {
-        float sums[4] = {};
+/* A block's part of the weight gradient, of which a thread has two pairs of every so many units. */
+template <typename T, int BLOCKS>
+class part_of {
+    using shape = ::shape<BLOCKS>;
+    static constexpr int PART = shape::PART, BYTES = shape::UNIT_BYTES, EACH = (PART + BLOCKS - 1) / BLOCKS;
+    uint32_t from[GROUPS];
+    int part_left; /* units, from the first on */
+    char *to[EACH];
+    int experts[EACH]; /* that exist from a thread's on */
+    int64_t columns[EACH];
+
+  public:
+    /* What can be worked out before the sums come. */
+    __device__ __forceinline__ part_of(const job<BLOCKS> &job, const problem &problem, int block) {
+        const int thread = threadIdx.x % WARPGROUP;
+        part_left = shape::units_of(job.rank) - block;
 #pragma unroll
-        for (unsigned rank = 0; rank < GROUPS; rank++) { /* to add zero changes no sum that began with zero */
-            const uint32_t from =
-                rank == job.rank ? job.own_sums() : job.sums + (rank - (rank > job.rank)) * PART * BYTES;
-            const float4 part = load_shared(from + i * BYTES + thread * 16);
-            sums[0] = __fadd_rn(sums[0], part.x), sums[1] = __fadd_rn(sums[1], part.y);
-            sums[2] = __fadd_rn(sums[2], part.z), sums[3] = __fadd_rn(sums[3], part.w);
-        }
-        const unsigned unit = job.rank * PART + i;
-        const int expert = unit / (COLUMNS / 8) * BLOCK + sums_of<T>::first_row() + thread % WARP / 4;
-        const int64_t column = job.column + unit % (COLUMNS / 8) * 8 + thread % 4 * 2;
-        if (column >= problem.hidden)
-            continue;
+        for (unsigned rank = 0; rank < GROUPS; rank++)
+            from[rank] = (rank == job.rank ? job.own_sums() : job.sums + (rank - (rank > job.rank)) * PART * BYTES) +
+                         block * BYTES + thread * 16;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (expert + 8 * half >= problem.experts)
-                continue;
-            if (problem.pairs)
-                *reinterpret_cast<uint32_t *>(reinterpret_cast<T *>(problem.grad_weight.data) +
-                                              (expert + 8 * half) * problem.grad_weight.stride + column) =
-                    packed(sums[2 * half], sums[2 * half + 1], T());
-            else
-                store_apart(problem, expert + 8 * half, column, sums[2 * half], sums[2 * half + 1]);
+        for (int i = 0; i < EACH; i++) {
+            const int unit = static_cast<int>(job.rank) * PART + block + i * BLOCKS;
+            const int expert = unit / (COLUMNS / 8) * BLOCK + async_layout::first_row() + thread % WARP / 4;
+            const int64_t column = job.column + unit % (COLUMNS / 8) * 8 + thread % 4 * 2;
+            to[i] = problem.grad_weight.data + (expert * problem.grad_weight.stride + column) * sizeof(T);
+            experts[i] = i * BLOCKS < part_left ? problem.experts - expert : 0;
+            columns[i] = problem.hidden - column;
         }
     }
-}
 
-/* The sums of a block of experts. Chains of tensor-core additions stay within 2048 terms. */
-template <typename T, int BLOCKS, int GROUPS>
-__device__ __forceinline__ void make_grad_weight(const job<BLOCKS, GROUPS> &job, const problem &problem, int block) {
-    using shape = ::shape<BLOCKS, GROUPS>;
+    /* Adds them up, in the order of the groups, and stores them. */
+    __device__ __forceinline__ void finish(const problem &problem) {
+        float sums[EACH][4] = {}; /* to add zero changes no sum that began with zero */
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int rank = 0; rank < GROUPS && i * BLOCKS < part_left; rank++) {
+                const float4 part = load_shared(from[rank] + i * BLOCKS * BYTES);
+                sums[i][0] = __fadd_rn(sums[i][0], part.x), sums[i][1] = __fadd_rn(sums[i][1], part.y);
+                sums[i][2] = __fadd_rn(sums[i][2], part.z), sums[i][3] = __fadd_rn(sums[i][3], part.w);
+            }
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (8 * half >= experts[i] || columns[i] <= 0)
+                    continue;
+                if (problem.pairs)
+                    *reinterpret_cast<uint32_t *>(to[i] + 8 * half * problem.grad_weight.stride * sizeof(T)) =
+                        packed(sums[i][2 * half], sums[i][2 * half + 1], T());
+                else
+                    store_apart(problem, problem.experts - experts[i] + 8 * half, problem.hidden - columns[i],
+                                sums[i][2 * half], sums[i][2 * half + 1]);
+            }
+    }
+};
+
+/* The sums of a block of experts. */
+template <typename T, int BLOCKS>
+__device__ __forceinline__ void make_grad_weight(const job<BLOCKS> &job, const problem &problem, int block) {
+    using shape = ::shape<BLOCKS>;
     const uint32_t blocks_at = block * BLOCK * 2 * TOKENS;
     sums_of<T> result;
     result.clear();
-    float chains[sizeof result.sums / sizeof(float)],
-        *before = chains; /* in memory: seldom needed, and registers are */
-    asm volatile("" : "+l"(before)::"memory");
 #pragma unroll 1
     for (int i = 0; i < job.tiles; i++) {
         const int slot = job.logits.full_slot(i), hidden_slot = job.hidden.full_slot(i);
         fence_asynchronous();
-        result.multiply_hidden(job.logits.at(slot) + blocks_at, job.hidden.at(hidden_slot), i % CHAIN_TILES > 0);
+        result.add_hidden(job.logits.at(slot) + blocks_at, job.hidden.at(hidden_slot));
         job.logits.release(slot);
         job.hidden.release(hidden_slot);
-        if (i % CHAIN_TILES == CHAIN_TILES - 1 && i + 1 < job.tiles)
-            result.add_to(before, i >= CHAIN_TILES);
     }
-    if (job.tiles > CHAIN_TILES) {
-        result.add_to(before, true);
-        result.load(before);
-    }
+    part_of<T, BLOCKS> part(job, problem, block);
     synchronize(1, BLOCKS * WARPGROUP); /* before hidden states give way to own sums */
     cluster_wait();
     constexpr int ACROSS = COLUMNS / 8, PART = shape::PART, BYTES = shape::UNIT_BYTES;
@@ -371,12 +371,12 @@ __device__ __forceinline__ void make_grad_weight(const job<BLOCKS, GROUPS> &job,
     }
     barrier_wait_cluster(job.sums_come, 0);
     synchronize(1, BLOCKS * WARPGROUP);
-    add_up<T>(job, problem, block);
+    part.finish(problem);
 }
 
-template <typename T, int BLOCKS, int GROUPS>
+template <typename T, int BLOCKS>
 __device__ __forceinline__ void fused(const problem &problem, const maps &maps, char *shared) {
-    using shape = ::shape<BLOCKS, GROUPS>;
+    using shape = ::shape<BLOCKS>;
     const int role = threadIdx.x / WARPGROUP;
     const int thread = threadIdx.x - (BLOCKS + TURNS) * WARPGROUP; /* of those that load */
     const bool leads = thread == LOADERS;
@@ -385,7 +385,7 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
         prefetch_map(maps.hidden_states);
         prefetch_map(maps.grad_hidden);
     }
-    ::job<BLOCKS, GROUPS> job(shared);
+    ::job<BLOCKS> job(shared);
     if (leads) {
         job.logits.init(LOADERS, (BLOCKS + 1) * WARPGROUP / WARP);
         job.hidden.init(1, BLOCKS * WARPGROUP / WARP);
@@ -422,12 +422,12 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
 #define MOER_CLUSTER(BLOCKS) __cluster_dims__(BLOCKS, 1, 1)
 #endif
 
-template <typename T, int BLOCKS, int GROUPS>
-__global__ void MOER_CLUSTER(GROUPS) __launch_bounds__(shape<BLOCKS, GROUPS>::BOUND, 1)
+template <typename T, int BLOCKS>
+__global__ void MOER_CLUSTER(GROUPS) __launch_bounds__(shape<BLOCKS>::BOUND, 1)
     fused_kernel(const __grid_constant__ problem problem, const __grid_constant__ maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) char shared[];
-    fused<T, BLOCKS, GROUPS>(problem, maps, shared);
+    fused<T, BLOCKS>(problem, maps, shared);
 #else
     __trap();
 #endif
@@ -455,14 +455,14 @@ cudaError_t make_map(CUtensorMap *map, element type, const rows &matrix, int64_t
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <typename T, int BLOCKS, int GROUPS>
+template <typename T, int BLOCKS>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
-    using shape = ::shape<BLOCKS, GROUPS>;
+    using shape = ::shape<BLOCKS>;
     const typed_rows &out = problem.grad_weight;
     struct problem with = problem;
     with.pairs = !problem.accumulate && out.type == problem.type && out.stride % 2 == 0 &&
                  reinterpret_cast<uintptr_t>(out.data) % 4 == 0;
-    auto kernel = fused_kernel<T, BLOCKS, GROUPS>;
+    auto kernel = fused_kernel<T, BLOCKS>;
     maps maps;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape::BYTES);
     if (error == cudaSuccess)
@@ -479,23 +479,9 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
                                 : error;
 }
 
-template <typename T, int BLOCKS>
-cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
-    switch (problem.fused) {
-    case 1:
-        return launch_with<T, BLOCKS, 1>(problem, stream);
-    case 2:
-        return launch_with<T, BLOCKS, 2>(problem, stream);
-    case 3:
-        return launch_with<T, BLOCKS, 3>(problem, stream);
-    default:
-        return launch_with<T, BLOCKS, 4>(problem, stream);
-    }
-}
-
 template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
-    return problem.logits_stride == BLOCK ? launch_for<T, 1>(problem, stream) : launch_for<T, 2>(problem, stream);
+    return problem.logits_stride == BLOCK ? launch_with<T, 1>(problem, stream) : launch_with<T, 2>(problem, stream);
 }
 
 } // namespace

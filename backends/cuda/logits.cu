@@ -369,9 +369,15 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
 template <int EXPERTS>
 constexpr int warps_of = EXPERTS > 16 ? 4 : 8;
 
-/* Warps for which there are registers, if there is something to choose. */
+/* Warps for which there are to be registers, if there is something to choose: all that a multiprocessor has room for.
+ */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900))
+enum { ROOM = 48 };
+#else
+enum { ROOM = MOST_RESIDENT };
+#endif
 template <int EXPERTS, bool PLAIN>
-constexpr int resident_of = EXPERTS == GROUP &&PLAIN ? MOST_RESIDENT : warps_of<EXPERTS>;
+constexpr int resident_of = EXPERTS == GROUP &&PLAIN ? ROOM : warps_of<EXPERTS>;
 
 template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
 __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, PLAIN> / warps_of<EXPERTS>)

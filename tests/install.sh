@@ -22,11 +22,11 @@ check() { # NAME COMMAND...
     fi
 }
 
-root=$stage/root prefix=$(sed -n 's/^prefix = //p' "$build/Makefile")
-libdir=$root$prefix/lib
+root=$stage/root
+libdir=$root$(PKG_CONFIG_PATH=$build pkg-config --variable=libdir moerouter)
 export PKG_CONFIG_PATH="$libdir/pkgconfig"
-flags() { # What pkg-config says, as if the stage were the prefix.
-    pkg-config --define-variable=prefix="$root$prefix" "$@" moerouter
+flags() { # What pkg-config says of the stage.
+    PKG_CONFIG_SYSROOT_DIR="$root" pkg-config "$@" moerouter
 }
 compile() { # OUT FLAGS...
     out=$1

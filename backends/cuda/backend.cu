@@ -41,18 +41,12 @@ const char *unavailable() {
 }
 
 CUresult get_context(CUcontext *context) {
-    static decltype(&cuCtxGetCurrent) function;
-    if (!function)
-        cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", reinterpret_cast<void **>(&function), 12000,
-                                         cudaEnableDefault, nullptr);
+    static const auto function = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
     return function ? function(context) : CUDA_ERROR_NOT_FOUND;
 }
 
 CUresult set_context(CUcontext context) {
-    static decltype(&cuCtxSetCurrent) function;
-    if (!function)
-        cudaGetDriverEntryPointByVersion("cuCtxSetCurrent", reinterpret_cast<void **>(&function), 12000,
-                                         cudaEnableDefault, nullptr);
+    static const auto function = driver_function<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");
     return function ? function(context) : CUDA_ERROR_NOT_FOUND;
 }
 
@@ -85,7 +79,7 @@ typed_rows rows_of(const DLTensor *tensor) {
     if (!tensor)
         return typed_rows{};
     /* A tensor without elements, or a query, may have no data; presence must still show. */
-    static char nothing;
+    alignas(CHUNK_BYTES) static char nothing;
     char *data = static_cast<char *>(moer_data(tensor));
     /* A single row may come with any stride. */
     int64_t stride = tensor->shape[0] > 1 ? moer_stride(tensor, 0) : tensor->shape[1];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value;
- * logits.cu makes G, products.cu multiplies it, launch order and memory are backend.cu's. */
+ * logits.cu makes G, products.cu or fused.cu multiplies it, launch order and memory are backend.cu's. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,8 +29,8 @@ struct input {
 };
 
 /* A kernel waits a twentieth of a microsecond for each 64 bytes of its parameters that it has not read yet, a multiple
- * of that for the first: what is needed first stands first, and what is needed together, together. The first line ends
- * after 48 bytes. */
+ * of that for the first: what is needed first stands first, and what is needed together, together. On Hopper the first
+ * line ends after 48 bytes. */
 struct problem {
     /* Softmax: p; d, g and z, then m. z, d and m may be absent. The mask's strides are in bytes. */
     struct input ids, probs;
@@ -173,7 +173,23 @@ inline int attribute(cudaDeviceAttr which) {
     return value;
 }
 
-/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where the device can do that. */
+/* A function of the driver, to which nothing here links; NULL where it has none of the name. */
+template <typename Function>
+Function driver_function(const char *name) {
+    void *function = nullptr;
+    cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, nullptr);
+    return reinterpret_cast<Function>(function);
+}
+
+/* Whether what runs on the device was compiled for an architecture where wait_for_last_kernel() waits. */
+template <typename... Parameters>
+bool can_wait(void (*kernel)(Parameters...)) {
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(kernel)) == cudaSuccess &&
+           attributes.ptxVersion >= 90;
+}
+
+/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that. */
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
                          const Arguments &...arguments) {
@@ -186,6 +202,6 @@ cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int thre
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    config.numAttrs = can_wait(kernel);
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }

@@ -49,13 +49,14 @@ struct shape {
         return left < 0 ? 0 : left < PART ? left : PART;
     }
     static constexpr int ROOM = 216 * 1024 - GATE_BYTES - SUMS_BYTES - RESULT_SLOTS * RESULT_BYTES;
-    static constexpr int LOGITS_ROOM = ROOM * 4 / 7 / LOGITS_BYTES, LOGITS_SLOTS = LOGITS_ROOM < 9 ? LOGITS_ROOM : 9;
+    static constexpr int LOGITS_ROOM = ROOM * 4 / 7 / LOGITS_BYTES, LOGITS_SLOTS = LOGITS_ROOM < 8 ? LOGITS_ROOM : 8;
     static constexpr int HIDDEN_ROOM = (ROOM - LOGITS_SLOTS * LOGITS_BYTES) / HIDDEN_BYTES;
     static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 10 ? HIDDEN_ROOM : 10;
     static constexpr int BARRIERS = 2 * (HIDDEN_SLOTS + LOGITS_SLOTS + RESULT_SLOTS) + 2;
     static constexpr int BYTES = GATE_BYTES + SUMS_BYTES + RESULT_SLOTS * RESULT_BYTES + HIDDEN_SLOTS * HIDDEN_BYTES +
                                  LOGITS_SLOTS * LOGITS_BYTES + BARRIERS * 8;
     static_assert(HIDDEN_SLOTS >= 4 && LOGITS_SLOTS >= 4 && BYTES <= 227 * 1024, "rings that keep memory busy");
+    static_assert(LOGITS_SLOTS % TURNS == 0, "a warpgroup waits for every phase of its slots");
     static_assert(PART * UNIT_BYTES <= HIDDEN_SLOTS * HIDDEN_BYTES, "room for the block's own sums");
 };
 
@@ -438,13 +439,9 @@ __global__ void MOER_CLUSTER(GROUPS) __launch_bounds__(shape<BLOCKS>::BOUND, 1)
 /* A map of a matrix of 16-bit elements, for boxes of so many rows and columns. */
 cudaError_t make_map(CUtensorMap *map, element type, const rows &matrix, int64_t rows, int64_t columns, int box_rows,
                      int box_columns, CUtensorMapSwizzle swizzle) {
-    static decltype(&cuTensorMapEncodeTiled) encode;
-    if (!encode) {
-        const cudaError_t error = cudaGetDriverEntryPointByVersion(
-            "cuTensorMapEncodeTiled", reinterpret_cast<void **>(&encode), 12000, cudaEnableDefault, nullptr);
-        if (error != cudaSuccess)
-            return error;
-    }
+    static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+    if (!encode)
+        return cudaErrorSymbolNotFound;
     const cuuint64_t size[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t stride = static_cast<cuuint64_t>(matrix.stride) * 2;
     const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, step[] = {1, 1};

@@ -121,9 +121,9 @@ __device__ __forceinline__ void store_row(const problem &problem, Token token, i
     }
 }
 
-/* A batch is plain if its rows can be loaded in groups, it has at most 32 slots, and grad_logits are not wanted: the
- * loads of a small one wait for instructions too, most of all where those are not the next in memory. Other batches
- * have room for 64 slots. */
+/* A batch is plain if its rows can be loaded in groups, it has at most 32 slots, 32 bits do for its tokens and strides,
+ * and grad_logits are not wanted: the loads of a small one wait for instructions too, most of all where those are not
+ * the next in memory. Other batches have room for 64 slots. */
 template <bool PLAIN>
 constexpr int slots_of = PLAIN ? 1 : 2;
 template <bool PLAIN>
@@ -371,7 +371,7 @@ constexpr int warps_of = EXPERTS > 16 ? 4 : 8;
 
 /* Warps for which there are to be registers, if there is something to choose: all that a multiprocessor has room for.
  */
-#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1200 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900))
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 1100 || (__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900))
 enum { ROOM = 48 };
 #else
 enum { ROOM = MOST_RESIDENT };

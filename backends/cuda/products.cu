@@ -545,7 +545,9 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
     if (blocks == 0)
         return cudaSuccess;
     auto kernel = products_kernel<T, WEIGHT_ROWS, ASYNC>;
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    /* The same for every call: others may set it between here and the launch. */
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
     return error == cudaSuccess ? launch_early(kernel, blocks, THREADS, shared, stream, problem, plan) : error;
 }
 

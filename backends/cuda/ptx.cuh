@@ -164,7 +164,8 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_
                  : "memory");
 }
 
-/* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. */
+/* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. Of what was written before,
+ * only what barrier_init_done() publishes is seen after. */
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -35,6 +35,16 @@ static inline __m512i load_columns(const struct rows *rows, int64_t row, int64_t
     return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, element_address(rows, row, column)));
 }
 
+/* For _mm512_permutex2var_epi16(): elements of two registers in turn, from one on. */
+static inline __m512i alternate(int from) {
+    _Alignas(64) uint16_t index[2 * LANES];
+    for (int i = 0; i < LANES; i++) {
+        index[2 * i] = (uint16_t)(from + i);
+        index[2 * i + 1] = (uint16_t)(2 * LANES + from + i);
+    }
+    return _mm512_load_si512(index);
+}
+
 /* Makes a panel of pairs of rows, columns of TILE_COLUMNS one after the other, as pack() does. Returns whether nothing
  * in it is too small. */
 static int pack_pairs(uint32_t *panel, int64_t pairs, const struct rows *rows, int64_t first, int64_t count,
@@ -45,7 +55,16 @@ static int pack_pairs(uint32_t *panel, int64_t pairs, const struct rows *rows, i
         for (int64_t ahead = 0; ahead < 2 && upper + ahead + PREFETCH_ROWS < count; ahead++)
             for (int64_t byte = 0; byte < 2 * columns; byte += 64)
                 __builtin_prefetch(element_address(rows, first + upper + ahead + PREFETCH_ROWS, column) + byte);
-        for (int64_t from = 0; from < columns; from += LANES) {
+        int64_t from = 0;
+        for (; left > 1 && from + TILE_COLUMNS <= columns; from += TILE_COLUMNS) { /* two whole registers */
+            const __m512i first_row = _mm512_loadu_si512(element_address(rows, first + upper, column + from));
+            const __m512i second_row = _mm512_loadu_si512(element_address(rows, first + upper + 1, column + from));
+            uint32_t *to = panel + from * pairs + pair * TILE_COLUMNS;
+            small |= too_small(first_row, LEAST_OPERAND) | too_small(second_row, LEAST_OPERAND);
+            _mm512_store_si512(to, _mm512_permutex2var_epi16(first_row, alternate(0), second_row));
+            _mm512_store_si512(to + LANES, _mm512_permutex2var_epi16(first_row, alternate(LANES), second_row));
+        }
+        for (; from < columns; from += LANES) {
             uint32_t *to =
                 panel + from / TILE_COLUMNS * TILE_COLUMNS * pairs + pair * TILE_COLUMNS + from % TILE_COLUMNS;
             __m512i both = _mm512_setzero_si512();
@@ -58,7 +77,7 @@ static int pack_pairs(uint32_t *panel, int64_t pairs, const struct rows *rows, i
             _mm512_store_si512(to, both);
         }
         /* The last columns may end in the middle of a tile. */
-        for (int64_t from = (columns + LANES - 1) / LANES * LANES; from % TILE_COLUMNS; from += LANES)
+        for (from = (columns + LANES - 1) / LANES * LANES; from % TILE_COLUMNS; from += LANES)
             _mm512_store_si512(panel + from / TILE_COLUMNS * TILE_COLUMNS * pairs + pair * TILE_COLUMNS +
                                    from % TILE_COLUMNS,
                                _mm512_setzero_si512());
@@ -66,28 +85,39 @@ static int pack_pairs(uint32_t *panel, int64_t pairs, const struct rows *rows, i
     return small == 0;
 }
 
-static inline uint32_t as_pair(float low, float high) {
-    return float_bits(low) >> 16 | (float_bits(high) & 0xffff0000u);
+/* So many float32 from there on, at most a register full, and zeros. */
+static inline __m512i load_floats(const float *from, int64_t count) {
+    return _mm512_maskz_loadu_epi32(count >= LANES ? 0xffff : count <= 0 ? 0 : (__mmask16)((1u << count) - 1), from);
 }
 
+/* G's float32 are bfloat16 already. */
 static void pair(const struct block_pairs *to, const float *dense, int64_t tokens, int64_t experts) {
+    _Alignas(64) uint16_t upper_halves[2 * LANES];
+    for (int i = 0; i < 2 * LANES; i++)
+        upper_halves[i] = (uint16_t)(2 * i + 1);
     for (int64_t token = 0; token < tokens; token++) {
         const float *row = dense + token * experts;
-        uint32_t *pairs = to->by_token + token * to->token_stride;
         __mmask32 small = 0;
-        for (int64_t i = 0; i < to->token_stride; i++)
-            pairs[i] = as_pair(2 * i < experts ? row[2 * i] : 0, 2 * i + 1 < experts ? row[2 * i + 1] : 0);
-        for (int64_t i = 0; i < to->token_stride; i += LANES)
-            small |= too_small(_mm512_loadu_si512(pairs + i), LEAST_LOGIT);
+        for (int64_t i = 0; i < to->token_stride; i += LANES) {
+            const __m512i pairs =
+                _mm512_permutex2var_epi16(load_floats(row + 2 * i, experts - 2 * i), _mm512_load_si512(upper_halves),
+                                          load_floats(row + 2 * i + LANES, experts - 2 * i - LANES));
+            small |= too_small(pairs, LEAST_LOGIT);
+            _mm512_storeu_si512(to->by_token + token * to->token_stride + i, pairs);
+        }
         to->usual[token] = small == 0;
     }
-    for (int64_t i = 0; i < to->expert_stride; i++) {
-        const float *low = dense + 2 * i * experts, *high = low + experts;
-        uint32_t *pairs = to->by_expert + i;
-        for (int64_t expert = 0; expert < experts; expert++)
-            pairs[expert * to->expert_stride] =
-                as_pair(2 * i < tokens ? low[expert] : 0, 2 * i + 1 < tokens ? high[expert] : 0);
-    }
+    for (int64_t i = 0; i < to->expert_stride; i++)
+        for (int64_t expert = 0; expert < experts; expert += LANES) {
+            const float *low = dense + 2 * i * experts + expert;
+            const __m512i first = load_floats(low, 2 * i < tokens ? experts - expert : 0);
+            const __m512i second = load_floats(low + experts, 2 * i + 1 < tokens ? experts - expert : 0);
+            _Alignas(64) uint32_t pairs[LANES];
+            _mm512_store_si512(pairs, _mm512_or_si512(_mm512_srli_epi32(first, 16),
+                                                      _mm512_and_si512(second, _mm512_set1_epi32(~0xffff))));
+            for (int64_t j = 0; j < smaller(LANES, experts - expert); j++)
+                to->by_expert[(expert + j) * to->expert_stride + i] = pairs[j];
+        }
 }
 
 #ifdef __AMX_BF16__
@@ -186,6 +216,23 @@ static void pair_tile(int64_t rows, int64_t pairs, const uint32_t *g, int64_t st
 }
 #endif
 
+/* TILE_COLUMNS float32 as float_to_bf16() has them, without the detour of a call for so few. */
+static inline __m512i narrow_row(const float *from) {
+    __m512i halves[TILE_VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < TILE_VECTORS; v++) {
+        const __m512 value = _mm512_load_ps(from + v * LANES);
+        const __m512i bits = _mm512_castps_si512(value), upper = _mm512_srli_epi32(bits, 16);
+        const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        const __m512i rounded =
+            _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        halves[v] = _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), upper,
+                                         _mm512_set1_epi32(0x40));
+    }
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(halves[0])),
+                              _mm512_cvtepi32_epi16(halves[1]), 1);
+}
+
 /* grad_hidden_states of the block. gate_usual: nothing in the panel is too small. float_panel: room for the float32
  * kernels' panel, which a token with G that is too small needs. */
 static void pair_hidden(const struct slice_job *job, const uint32_t *panel, float *float_panel) {
@@ -199,8 +246,9 @@ static void pair_hidden(const struct slice_job *job, const uint32_t *panel, floa
             packed = 1;
         }
     begin_pairs();
-    for (int64_t column = 0; column < job->columns; column += TILE_COLUMNS)
-        for (int64_t token = 0; token < job->count; token += PAIR_ROWS) {
+    /* The gate's panel and a tile's G fit the L1 cache. */
+    for (int64_t token = 0; token < job->count; token += PAIR_ROWS)
+        for (int64_t column = 0; column < job->columns; column += TILE_COLUMNS) {
             const int64_t rows = smaller(PAIR_ROWS, job->count - token);
             const int64_t valid = smaller(TILE_COLUMNS, job->columns - column);
             pair_tile(rows, G->token_stride, G->by_token + token * G->token_stride, G->token_stride,
@@ -212,8 +260,11 @@ static void pair_hidden(const struct slice_job *job, const uint32_t *panel, floa
                          float_panel + column * problem->experts, exact);
                     result = exact[0];
                 }
-                narrow(element_address(&problem->grad_hidden, job->first + token + r, job->column + column),
-                       problem->grad_hidden.type, result, valid);
+                char *to = element_address(&problem->grad_hidden, job->first + token + r, job->column + column);
+                if (valid == TILE_COLUMNS && problem->grad_hidden.type == BF16)
+                    _mm512_storeu_si512(to, narrow_row(result));
+                else
+                    narrow(to, problem->grad_hidden.type, result, valid);
             }
         }
     end_pairs();

@@ -8,20 +8,8 @@ mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 profile=${2-}
 cd "$(dirname "$0")/.."
-passed=0
-check() { # NAME COMMAND...
-    name=$1
-    shift
-    if "$@" >"$folder/log" 2>&1; then
-        passed=$((passed + 1))
-        echo "ok $name"
-    else
-        cat "$folder/log"
-        echo "FAILED $name"
-        echo "$passed passed, 1 failed"
-        exit 1
-    fi
-}
+log=$folder/log
+. tests/steps.sh
 
 source=$folder/source root=$folder/root
 rm -rf "$source" "$root" "$folder"/*.deb

@@ -7,20 +7,8 @@ build=$1 stage=$2
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$stage"
 stage=$(cd "$stage" && pwd)
-passed=0
-check() { # NAME COMMAND...
-    name=$1
-    shift
-    if "$@" >"$stage/log" 2>&1; then
-        passed=$((passed + 1))
-        echo "ok $name"
-    else
-        cat "$stage/log"
-        echo "FAILED $name"
-        echo "$passed passed, 1 failed"
-        exit 1
-    fi
-}
+log=$stage/log
+. "$here"/steps.sh
 
 root=$stage/root
 libdir=$root$(PKG_CONFIG_PATH=$build pkg-config --variable=libdir moerouter)

@@ -5,20 +5,8 @@
 set -eu
 build=$1 clang=$2
 here=$(cd "$(dirname "$0")" && pwd)
-passed=0
-check() { # NAME COMMAND...
-    what=$1
-    shift
-    if "$@" >"$build/runtimes.log" 2>&1; then
-        passed=$((passed + 1))
-        echo "ok $what"
-    else
-        cat "$build/runtimes.log"
-        echo "FAILED $what"
-        echo "$passed passed, 1 failed"
-        exit 1
-    fi
-}
+log=$build/runtimes.log
+. "$here"/steps.sh
 
 # All products by OpenBLAS; a call that hangs is an error.
 export MOER_CPU_PRODUCTS=openblas OMP_NUM_THREADS=2

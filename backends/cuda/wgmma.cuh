@@ -36,7 +36,6 @@ __device__ __forceinline__ void wgmma_wait() {
 /* wgmma.mma_async.m64nNk16 (9.7.15.5.2): sums = a b, or += where add is not 0; float32 sums. TERM_ROWS_A: a's rows in
  * memory are terms, otherwise they are the product's rows; b's rows always are terms. */
 #define MOER_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define MOER_R16 MOER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOER_R32                                                                                                       \
     MOER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "     \
             "%28, %29, %30, %31"
@@ -47,7 +46,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MOER_R80 MOER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define MOER_D4(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
 #define MOER_FOUR(i) MOER_D4(i), MOER_D4(i + 1), MOER_D4(i + 2), MOER_D4(i + 3)
-#define MOER_D16 MOER_FOUR(0)
 #define MOER_D32 MOER_FOUR(0), MOER_FOUR(4)
 #define MOER_D40 MOER_D32, MOER_D4(8), MOER_D4(9)
 #define MOER_D64 MOER_D32, MOER_FOUR(8), MOER_FOUR(12)
@@ -64,7 +62,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MOER_WGMMA_BOTH(COLUMNS, SUMS, A, B, ADD, TRANSPOSE)                                                           \
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __nv_bfloat16, "bf16")                                             \
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __half, "f16")
-MOER_WGMMA_BOTH(32, 16, "%16", "%17", "%18", "%19")
 MOER_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35")
 MOER_WGMMA_BOTH(80, 40, "%40", "%41", "%42", "%43")
 MOER_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67")

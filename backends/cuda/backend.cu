@@ -178,14 +178,17 @@ class parts {
 /* A chain of tensor-core additions, which are rounded towards zero, has at most so many terms. */
 enum { LONGEST_CHAIN = 2048 };
 
-/* Whether a shape is one for the fused kernel: whether the GPU that it is made for has room for all its slices at once.
- */
-bool may_fuse(const problem &problem) {
-    enum { MOST_EXPERTS_FUSED = 128, MOST_SLICES = 30 };
-    return problem.tuned && problem.type != F32 && problem.tokens > 0 &&
-           problem.tokens <= FUSED_GROUPS * LONGEST_CHAIN && problem.experts > 0 &&
-           problem.experts <= MOST_EXPERTS_FUSED && problem.hidden > 0 && problem.hidden % 8 == 0 &&
-           divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES;
+/* Groups of tokens for the fused kernel, as many as the GPU that it is made for has room for at once with all slices;
+ * 0: not a shape for it. */
+int choose_groups(const problem &problem) {
+    enum { MOST_TOKENS = 8192, MOST_SLOTS_SPARSE = 32 };
+    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
+    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.tokens > MOST_TOKENS ||
+        problem.experts == 0 || problem.experts > (softmax ? 128 : 160) ||
+        (!softmax && problem.top_k > MOST_SLOTS_SPARSE) || problem.hidden == 0 || problem.hidden % 8 != 0)
+        return 0;
+    const int64_t slices = divide_up(problem.hidden, FUSED_COLUMNS);
+    return slices <= 30 ? 4 : slices <= 66 ? 2 : 0;
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */
@@ -194,7 +197,7 @@ bool is_mapped(const rows &matrix, int64_t columns) {
 }
 
 bool fuses(const problem &problem) {
-    return may_fuse(problem) && problem.grad_hidden.data && problem.grad_weight.data &&
+    return choose_groups(problem) && problem.grad_hidden.data && problem.grad_weight.data &&
            problem.grad_hidden.type == problem.type && is_mapped(problem.hidden_states, problem.hidden) &&
            is_mapped(problem.weight, problem.hidden) && is_mapped(problem.grad_hidden, problem.hidden);
 }
@@ -207,8 +210,8 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
     const int64_t tokens = problem.tokens;
     if (tokens == 0 || tiles == 0)
         return STEP;
-    int64_t splits = FUSED_GROUPS;
-    if (!may_fuse(problem)) {
+    int64_t splits = problem.groups;
+    if (!splits) {
         splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
         if (splits > divide_up(tokens, FEWEST))
             splits = divide_up(tokens, FEWEST);
@@ -222,6 +225,10 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
 size_t lay_out(problem *problem, bool fused) {
     parts parts;
     problem->fused = fused;
+    problem->groups = choose_groups(*problem);
+    problem->entries = 0;
+    if (fused && problem->operation == MOER_SIGMOID_TOPK_BACKWARD)
+        problem->entries = round_up(problem->top_k > 0 ? problem->top_k : 1, 4);
     problem->logits_stride =
         static_cast<int>(round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE));
     problem->weight_rows = choose_weight_rows(problem->experts, problem->type);
@@ -230,8 +237,9 @@ size_t lay_out(problem *problem, bool fused) {
     problem->split_tokens =
         choose_split(*problem, problem->partial_rows / problem->weight_rows * problem->partial_stride / TILE_COLUMNS);
     problem->splits = divide_up(problem->tokens, problem->split_tokens);
-    parts.add(&problem->logits, (fused ? round_up(problem->tokens, TILE_TOKENS) : problem->tokens) *
-                                    problem->logits_stride * (problem->type == F32 ? 4 : 2));
+    const int64_t row =
+        problem->entries ? problem->entries * 4 : problem->logits_stride * (problem->type == F32 ? 4 : 2);
+    parts.add(&problem->logits, (fused ? round_up(problem->tokens, TILE_TOKENS) : problem->tokens) * row);
     parts.add(&problem->partials, !fused && problem->grad_weight.data
                                       ? problem->splits * problem->partial_rows * problem->partial_stride * 4
                                       : 0);
@@ -386,7 +394,7 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     for (bool tuned : {false, true})
         for (bool fused : {false, true}) {
             problem.tuned = tuned;
-            const size_t size = !fused || may_fuse(problem) ? lay_out(&problem, fused) : 0;
+            const size_t size = !fused || choose_groups(problem) ? lay_out(&problem, fused) : 0;
             *bytes = *bytes > size ? *bytes : size;
         }
     return MOER_OK;

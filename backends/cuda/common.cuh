@@ -38,8 +38,11 @@ struct problem {
     int logits_stride;
     bool wide_ids, accumulate;
     bool pairs; /* the fused kernel may store neighbours of the weight gradient together */
-    /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory. */
+    /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory, or, if a
+     * token has so many entries, just those: where it lies in the tile, or NO_ENTRY, in the lower half of a word, and G
+     * in the upper. */
     bool fused;
+    int entries; /* a multiple of 4 */
 
     struct input direct, incoming, sum; /* incoming: sigmoid's g as well */
     int64_t tokens;
@@ -58,6 +61,7 @@ struct problem {
     struct rows hidden_states, weight;
     int64_t hidden;
     int64_t split_tokens, splits; /* of the weight gradient's sums */
+    int groups;                   /* the same as splits, for the fused kernel */
     struct typed_rows grad_hidden, grad_weight;
 
     /* In the workspace: partial sums of the weight gradient, [splits][partial_rows][partial_stride], whole tiles of
@@ -77,7 +81,7 @@ enum {
     TILE_TOKENS = 64,
     FUSED_LOGITS_MULTIPLE = 64,
     FUSED_COLUMNS = 80,
-    FUSED_GROUPS = 4
+    NO_ENTRY = 0xffff
 };
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {

@@ -28,19 +28,21 @@ enum {
     PANEL_COLUMNS = A_PANEL / 2,
     PANELS = (COLUMNS + PANEL_COLUMNS - 1) / PANEL_COLUMNS,
     WARPGROUP = 128,
-    LOADERS = 64,
-    TURNS = 2,
-    GROUPS = FUSED_GROUPS
+    TURNS = 2
 };
 
-/* Sizes for E of at most BLOCKS times 64. Operands in shared memory are panels of 32 columns. */
-template <int BLOCKS>
+/* Sizes for so many experts at most, and so many groups of tokens. SPARSE: G comes as entries. Operands in shared
+ * memory are panels of 32 columns. */
+template <int MOST_EXPERTS, int TOKEN_GROUPS, bool SPARSE_LOGITS>
 struct shape {
-    static constexpr int EXPERTS = BLOCKS * BLOCK;
+    static constexpr int EXPERTS = MOST_EXPERTS, GROUPS = TOKEN_GROUPS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
+    static constexpr bool SPARSE = SPARSE_LOGITS;
+    static constexpr int LOADERS = SPARSE ? 128 : 64;
     static constexpr int THREADS = (BLOCKS + TURNS) * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = 896; /* 72 registers */
     static constexpr int GATE_BYTES = PANELS * EXPERTS * A_PANEL, HIDDEN_BYTES = PANELS * TOKENS * A_PANEL;
-    static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2, RESULT_BYTES = TOKENS * COLUMNS * 2, RESULT_SLOTS = 4;
+    static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2, RESULT_BYTES = TOKENS * COLUMNS * 2,
+                         RESULT_SLOTS = SPARSE ? 2 : 4;
     /* Sums travel in units of what a warpgroup has in four registers. */
     static constexpr int UNIT_BYTES = WARPGROUP * 16, UNITS = BLOCKS * COLUMNS / 8;
     static constexpr int PART = (UNITS + GROUPS - 1) / GROUPS, SUMS_BYTES = (GROUPS - 1) * PART * UNIT_BYTES;
@@ -48,14 +50,16 @@ struct shape {
         const int left = UNITS - static_cast<int>(rank) * PART;
         return left < 0 ? 0 : left < PART ? left : PART;
     }
-    static constexpr int ROOM = 216 * 1024 - GATE_BYTES - SUMS_BYTES - RESULT_SLOTS * RESULT_BYTES;
-    static constexpr int LOGITS_ROOM = ROOM * 4 / 7 / LOGITS_BYTES, LOGITS_SLOTS = LOGITS_ROOM < 8 ? LOGITS_ROOM : 8;
+    static constexpr int ROOM = (SPARSE ? 208 : 216) * 1024 - GATE_BYTES - SUMS_BYTES - RESULT_SLOTS * RESULT_BYTES;
+    static constexpr int LOGITS_ROOM = ROOM * (SPARSE ? 5 : 4) / 7 / LOGITS_BYTES / 2 * 2, MOST_LOGITS = SPARSE ? 4 : 8;
+    static constexpr int LOGITS_SLOTS = LOGITS_ROOM < MOST_LOGITS ? LOGITS_ROOM : MOST_LOGITS;
     static constexpr int HIDDEN_ROOM = (ROOM - LOGITS_SLOTS * LOGITS_BYTES) / HIDDEN_BYTES;
     static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 10 ? HIDDEN_ROOM : 10;
     static constexpr int BARRIERS = 2 * (HIDDEN_SLOTS + LOGITS_SLOTS + RESULT_SLOTS) + 2;
     static constexpr int BYTES = GATE_BYTES + SUMS_BYTES + RESULT_SLOTS * RESULT_BYTES + HIDDEN_SLOTS * HIDDEN_BYTES +
                                  LOGITS_SLOTS * LOGITS_BYTES + BARRIERS * 8;
-    static_assert(HIDDEN_SLOTS >= 4 && LOGITS_SLOTS >= 4 && BYTES <= 227 * 1024, "rings that keep memory busy");
+    static_assert(HIDDEN_SLOTS >= 3 && LOGITS_SLOTS >= (SPARSE ? 2 : 4) && BYTES <= 227 * 1024,
+                  "rings that keep memory busy");
     static_assert(LOGITS_SLOTS % TURNS == 0, "a warpgroup waits for every phase of its slots");
     static_assert(PART * UNIT_BYTES <= HIDDEN_SLOTS * HIDDEN_BYTES, "room for the block's own sums");
 };
@@ -151,9 +155,9 @@ struct sums_of : async_layout {
 /* ---- The kernel ---- */
 
 /* What a block works on, and its shared memory. */
-template <int BLOCKS>
+template <typename Shape>
 struct job {
-    using shape = ::shape<BLOCKS>;
+    using shape = Shape;
     int first, column; /* token, column */
     int tiles;
     unsigned rank; /* in the cluster, and the group's number */
@@ -165,8 +169,8 @@ struct job {
     uint32_t gate_comes, sums_come;
 
     __device__ __forceinline__ explicit job(char *shared) {
-        rank = blockIdx.x % GROUPS;
-        column = static_cast<int>(blockIdx.x / GROUPS) * COLUMNS;
+        rank = blockIdx.x % shape::GROUPS;
+        column = static_cast<int>(blockIdx.x / shape::GROUPS) * COLUMNS;
         logits.slots = shared_address(shared);
         hidden.slots = logits.slots + shape::LOGITS_SLOTS * shape::LOGITS_BYTES;
         gate = hidden.slots + shape::HIDDEN_SLOTS * shape::HIDDEN_BYTES;
@@ -191,9 +195,8 @@ struct job {
     }
 };
 
-template <int BLOCKS>
-__device__ __forceinline__ void load_operands(const job<BLOCKS> &job, const maps &maps) {
-    using shape = ::shape<BLOCKS>;
+template <typename shape>
+__device__ __forceinline__ void load_operands(const job<shape> &job, const maps &maps) {
     barrier_arrive_expecting(job.gate_comes, shape::GATE_BYTES);
 #pragma unroll
     for (int i = 0; i < PANELS; i++)
@@ -210,9 +213,9 @@ __device__ __forceinline__ void load_operands(const job<BLOCKS> &job, const maps
     }
 }
 
-template <int BLOCKS>
-__device__ __forceinline__ void load_logits(const job<BLOCKS> &job, const char *logits, int thread) {
-    constexpr int BYTES = shape<BLOCKS>::LOGITS_BYTES;
+template <typename shape>
+__device__ __forceinline__ void load_logits(const job<shape> &job, const char *logits, int thread) {
+    constexpr int BYTES = shape::LOGITS_BYTES;
     const char *from = logits + static_cast<int64_t>(job.first) / TOKENS * BYTES + thread * CHUNK_BYTES;
     wait_for_last_kernel();
 #pragma unroll 1
@@ -220,15 +223,65 @@ __device__ __forceinline__ void load_logits(const job<BLOCKS> &job, const char *
         const int slot = job.logits.empty_slot(i);
         const uint32_t to = job.logits.at(slot) + thread * CHUNK_BYTES;
 #pragma unroll
-        for (int j = 0; j < BYTES; j += LOADERS * CHUNK_BYTES)
+        for (int j = 0; j < BYTES; j += shape::LOADERS * CHUNK_BYTES)
             copy_async(to + j, from + j);
         barrier_arrive_when_copied(job.logits.full(slot));
     }
 }
 
-template <typename T, int BLOCKS>
-__device__ __forceinline__ void make_grad_hidden(const job<BLOCKS> &job, int turn) {
-    using shape = ::shape<BLOCKS>;
+/* Writes entries into a tile of G, or zeros where those were. */
+__device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool zeros) {
+    for (uint32_t entry : {entries.x, entries.y, entries.z, entries.w})
+        if ((entry & 0xffff) != NO_ENTRY)
+            store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
+}
+
+/* G from its entries. Neighbouring threads have a token of each tile, and every other four entries: they clear what
+ * they wrote into the slot before, and write what there is now. Each thread's first four are loaded so many tiles ahead
+ * as there are slots, and kept as long. */
+template <typename shape>
+__device__ __forceinline__ void make_logits(const job<shape> &job, const problem &problem, int thread) {
+    constexpr int SLOTS = shape::LOGITS_SLOTS, SHARE = shape::LOADERS / TOKENS;
+    const int chunks = problem.entries / 4, first = thread % SHARE;
+    const int64_t tile = static_cast<int64_t>(TOKENS) * chunks;
+    const uint4 *from =
+        reinterpret_cast<const uint4 *>(problem.logits) + static_cast<int64_t>(job.first + thread / SHARE) * chunks;
+    for (int i = thread * CHUNK_BYTES; i < SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
+        store_shared(job.logits.slots + i, {0, 0, 0, 0});
+    synchronize(2, shape::LOADERS);
+    wait_for_last_kernel();
+    const int tiles = first < chunks ? job.tiles : 0; /* of which there are entries */
+    const uint4 none = make_uint4(NO_ENTRY, NO_ENTRY, NO_ENTRY, NO_ENTRY);
+    uint4 next[SLOTS], last[SLOTS];
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) {
+        last[s] = none;
+        next[s] = s < tiles ? __ldcg(from + s * tile + first) : none;
+    }
+#pragma unroll 1
+    for (int i = 0; i < job.tiles; i += SLOTS)
+#pragma unroll
+        for (int s = 0; s < SLOTS && i + s < job.tiles; s++, from += tile) {
+            const uint32_t to = job.logits.at(job.logits.empty_slot(i + s));
+            put_entries(to, last[s], true);
+#pragma unroll 1
+            for (int j = first + SHARE; j < chunks && i > 0; j += SHARE)
+                put_entries(to, __ldcg(from - SLOTS * tile + j), true);
+            __syncwarp();
+            put_entries(to, next[s], false);
+#pragma unroll 1
+            for (int j = first + SHARE; j < chunks; j += SHARE)
+                put_entries(to, __ldcg(from + j), false);
+            fence_asynchronous();
+            barrier_arrive(job.logits.full(s));
+            last[s] = next[s];
+            if (i + s + SLOTS < tiles)
+                next[s] = __ldcg(from + SLOTS * tile + first);
+        }
+}
+
+template <typename T, typename shape>
+__device__ __forceinline__ void make_grad_hidden(const job<shape> &job, int turn) {
     const int lane = threadIdx.x % WARP;
     sums_of<T> result;
     result.clear();
@@ -256,9 +309,9 @@ __device__ __forceinline__ void make_grad_hidden(const job<BLOCKS> &job, int tur
     }
 }
 
-template <int BLOCKS>
-__device__ __forceinline__ void store_grad_hidden(const job<BLOCKS> &job, const maps &maps) {
-    constexpr int SLOTS = shape<BLOCKS>::RESULT_SLOTS;
+template <typename shape>
+__device__ __forceinline__ void store_grad_hidden(const job<shape> &job, const maps &maps) {
+    constexpr int SLOTS = shape::RESULT_SLOTS;
 #pragma unroll 1
     for (int i = 0; i < job.tiles; i++) {
         const int slot = job.results.full_slot(i);
@@ -282,9 +335,9 @@ __device__ __noinline__ void store_apart(const problem &problem, int64_t expert,
 }
 
 /* A block's part of the weight gradient, of which a thread has two pairs of every so many units. */
-template <typename T, int BLOCKS>
+template <typename T, typename shape>
 class part_of {
-    using shape = ::shape<BLOCKS>;
+    static constexpr int GROUPS = shape::GROUPS, BLOCKS = shape::BLOCKS;
     static constexpr int PART = shape::PART, BYTES = shape::UNIT_BYTES, EACH = (PART + BLOCKS - 1) / BLOCKS;
     uint32_t from[GROUPS];
     int part_left; /* units, from the first on */
@@ -294,7 +347,7 @@ class part_of {
 
   public:
     /* What can be worked out before the sums come. */
-    __device__ __forceinline__ part_of(const job<BLOCKS> &job, const problem &problem, int block) {
+    __device__ __forceinline__ part_of(const job<shape> &job, const problem &problem, int block) {
         const int thread = threadIdx.x % WARPGROUP;
         part_left = shape::units_of(job.rank) - block;
 #pragma unroll
@@ -340,9 +393,8 @@ class part_of {
 };
 
 /* The sums of a block of experts. */
-template <typename T, int BLOCKS>
-__device__ __forceinline__ void make_grad_weight(const job<BLOCKS> &job, const problem &problem, int block) {
-    using shape = ::shape<BLOCKS>;
+template <typename T, typename shape>
+__device__ __forceinline__ void make_grad_weight(const job<shape> &job, const problem &problem, int block) {
     const uint32_t blocks_at = block * BLOCK * 2 * TOKENS;
     sums_of<T> result;
     result.clear();
@@ -354,8 +406,8 @@ __device__ __forceinline__ void make_grad_weight(const job<BLOCKS> &job, const p
         job.logits.release(slot);
         job.hidden.release(hidden_slot);
     }
-    part_of<T, BLOCKS> part(job, problem, block);
-    synchronize(1, BLOCKS * WARPGROUP); /* before hidden states give way to own sums */
+    part_of<T, shape> part(job, problem, block);
+    synchronize(1, shape::BLOCKS * WARPGROUP); /* before hidden states give way to own sums */
     cluster_wait();
     constexpr int ACROSS = COLUMNS / 8, PART = shape::PART, BYTES = shape::UNIT_BYTES;
     const int thread = threadIdx.x % WARPGROUP;
@@ -371,30 +423,30 @@ __device__ __forceinline__ void make_grad_weight(const job<BLOCKS> &job, const p
                            of_block(job.sums_come, owner));
     }
     barrier_wait_cluster(job.sums_come, 0);
-    synchronize(1, BLOCKS * WARPGROUP);
+    synchronize(1, shape::BLOCKS * WARPGROUP);
     part.finish(problem);
 }
 
-template <typename T, int BLOCKS>
+template <typename T, typename shape>
 __device__ __forceinline__ void fused(const problem &problem, const maps &maps, char *shared) {
-    using shape = ::shape<BLOCKS>;
+    constexpr int BLOCKS = shape::BLOCKS;
     const int role = threadIdx.x / WARPGROUP;
     const int thread = threadIdx.x - (BLOCKS + TURNS) * WARPGROUP; /* of those that load */
-    const bool leads = thread == LOADERS;
+    const bool leads = thread == shape::LOADERS;
     if (leads) {
         prefetch_map(maps.weight);
         prefetch_map(maps.hidden_states);
         prefetch_map(maps.grad_hidden);
     }
-    ::job<BLOCKS> job(shared);
+    ::job<shape> job(shared);
     if (leads) {
-        job.logits.init(LOADERS, (BLOCKS + 1) * WARPGROUP / WARP);
+        job.logits.init(shape::LOADERS, (BLOCKS + 1) * WARPGROUP / WARP);
         job.hidden.init(1, BLOCKS * WARPGROUP / WARP);
         job.results.init(WARPGROUP / WARP, 1);
         barrier_init(job.gate_comes, 1);
         barrier_init(job.sums_come, 1);
         barrier_init_done();
-        barrier_arrive_expecting(job.sums_come, (GROUPS - 1) * shape::units_of(job.rank) * shape::UNIT_BYTES);
+        barrier_arrive_expecting(job.sums_come, (shape::GROUPS - 1) * shape::units_of(job.rank) * shape::UNIT_BYTES);
     }
     __syncthreads();
     cluster_arrive();
@@ -405,11 +457,14 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
     }
     if (role < BLOCKS + TURNS) {
         make_grad_hidden<T>(job, role - BLOCKS);
-    } else if (thread < LOADERS) {
-        load_logits(job, problem.logits, thread);
+    } else if (thread < shape::LOADERS) {
+        if constexpr (shape::SPARSE)
+            make_logits(job, problem, thread);
+        else
+            load_logits(job, problem.logits, thread);
     } else if (leads) {
         load_operands(job, maps);
-    } else if (thread == LOADERS + WARP) {
+    } else if (thread == shape::LOADERS + WARP) {
         store_grad_hidden(job, maps);
     }
     __syncwarp();
@@ -423,12 +478,12 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
 #define MOER_CLUSTER(BLOCKS) __cluster_dims__(BLOCKS, 1, 1)
 #endif
 
-template <typename T, int BLOCKS>
-__global__ void MOER_CLUSTER(GROUPS) __launch_bounds__(shape<BLOCKS>::BOUND, 1)
+template <typename T, typename shape>
+__global__ void MOER_CLUSTER(shape::GROUPS) __launch_bounds__(shape::BOUND, 1)
     fused_kernel(const __grid_constant__ problem problem, const __grid_constant__ maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) char shared[];
-    fused<T, BLOCKS>(problem, maps, shared);
+    fused<T, shape>(problem, maps, shared);
 #else
     __trap();
 #endif
@@ -452,14 +507,13 @@ cudaError_t make_map(CUtensorMap *map, element type, const rows &matrix, int64_t
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <typename T, int BLOCKS>
+template <typename T, typename shape>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
-    using shape = ::shape<BLOCKS>;
     const typed_rows &out = problem.grad_weight;
     struct problem with = problem;
     with.pairs = !problem.accumulate && out.type == problem.type && out.stride % 2 == 0 &&
                  reinterpret_cast<uintptr_t>(out.data) % 4 == 0;
-    auto kernel = fused_kernel<T, BLOCKS>;
+    auto kernel = fused_kernel<T, shape>;
     maps maps;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape::BYTES);
     if (error == cudaSuccess)
@@ -471,14 +525,24 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     if (error == cudaSuccess)
         error = make_map(&maps.grad_hidden, problem.type, problem.grad_hidden, problem.tokens, problem.hidden, TOKENS,
                          COLUMNS, CU_TENSOR_MAP_SWIZZLE_NONE);
-    return error == cudaSuccess ? launch_early(kernel, divide_up(problem.hidden, COLUMNS) * GROUPS, shape::THREADS,
-                                               shape::BYTES, stream, with, maps)
+    return error == cudaSuccess ? launch_early(kernel, divide_up(problem.hidden, COLUMNS) * shape::GROUPS,
+                                               shape::THREADS, shape::BYTES, stream, with, maps)
                                 : error;
+}
+
+template <typename T, int EXPERTS, bool SPARSE>
+cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
+    return problem.groups == 4 ? launch_with<T, shape<EXPERTS, 4, SPARSE>>(problem, stream)
+                               : launch_with<T, shape<EXPERTS, 2, SPARSE>>(problem, stream);
 }
 
 template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
-    return problem.logits_stride == BLOCK ? launch_with<T, 1>(problem, stream) : launch_with<T, 2>(problem, stream);
+    if (problem.entries)
+        return problem.experts <= 128 ? launch_for<T, 128, true>(problem, stream)
+                                      : launch_for<T, 160, true>(problem, stream);
+    return problem.experts <= 64 ? launch_for<T, 64, false>(problem, stream)
+                                 : launch_for<T, 128, false>(problem, stream);
 }
 
 } // namespace

@@ -311,10 +311,22 @@ __device__ __forceinline__ float rounded(float value) {
     return to_float(from_float<T>(value));
 }
 
-/* The chosen experts' G is worked out by their slots' lanes. */
+/* A slot's entry of a row of G; where ids repeat, so do entries. */
+template <typename T, typename Token>
+__device__ __forceinline__ void store_entry(const problem &problem, Token token, int lane, int id, T value) {
+    uint16_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint32_t entries = problem.entries;
+    const uint32_t at = swizzled<T, TILE_TOKENS, A_PANEL>(static_cast<int>(token % TILE_TOKENS), id);
+    if (lane < entries)
+        reinterpret_cast<uint32_t *>(problem.logits)[static_cast<uint64_t>(token) * entries + lane] =
+            id < 0 ? NO_ENTRY : at | static_cast<uint32_t>(bits) << 16;
+}
+
+/* The chosen experts' G is worked out by their slots' lanes. to: the row of G, which may be one that fills up. */
 template <typename T, int EXPERTS, bool PLAIN>
-__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
-                                            float *row, lane_row<T, EXPERTS> &result) {
+__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, token_of<PLAIN> to,
+                                            int top_k, int lane, float *row, lane_row<T, EXPERTS> &result) {
     constexpr int SLOTS = slots_of<PLAIN>;
     raw_ids<SLOTS> raw;
     lane_row<T, EXPERTS> scores;
@@ -352,6 +364,12 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
     for (int i = 0; i < SLOTS; i++)
         if (ids[i] >= 0)
             u[i] = __fmul_rn(rounded<T>(__fmul_rn(row[ids[i]], s[i])), rounded<T>(__fsub_rn(1.0f, s[i])));
+    if constexpr (is_16_bit<T>)
+        if (problem.entries) {
+            store_entry(problem, to, lane, ids[0], from_float<T>(u[0]));
+            if (PLAIN)
+                return;
+        }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
@@ -397,10 +415,11 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
     if constexpr (SOFTMAX)
         softmax_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
     else
-        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
+        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, row, top_k, lane, rows[warp], g);
     if (!exists)
         g.clear();
-    store_row(problem, row, lane, g);
+    if (SOFTMAX || !problem.entries)
+        store_row(problem, row, lane, g);
     if (!PLAIN && exists && problem.grad_logits.data) {
 #pragma unroll
         for (int i = 0; i < EXPERTS; i++)

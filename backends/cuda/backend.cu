@@ -345,7 +345,9 @@ enum moer_status take_workspace(int device, cudaStream_t stream, size_t bytes, v
 /* ---- The backend's functions ---- */
 
 enum moer_status launch_all(const problem &problem, cudaStream_t stream, moer_message *message) {
-    cudaError_t error = problem.tokens > 0 ? launch_logits(problem, stream) : cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    if (problem.tokens > 0)
+        error = problem.entries ? launch_entries(problem, stream) : launch_logits(problem, stream);
     if (error == cudaSuccess)
         error = problem.fused ? launch_fused(problem, stream) : launch_products(problem, stream);
     return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a kernel could not be launched");

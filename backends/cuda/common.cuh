@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value;
- * logits.cu makes G, products.cu or fused.cu multiplies it, launch order and memory are backend.cu's. */
+ * logits.cu or entries.cu makes G, products.cu or fused.cu multiplies it, launch order and memory are backend.cu's. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,7 +37,7 @@ struct problem {
     char *logits; /* G in the workspace: T, [tokens][logits_stride], zero beyond E */
     int logits_stride;
     bool wide_ids, accumulate;
-    bool pairs; /* the fused kernel may store neighbours of the weight gradient together */
+    bool whole_rows; /* the fused kernel may store the weight gradient by chunks */
     /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory, or, if a
      * token has so many entries, just those: where it lies in the tile, or NO_ENTRY, in the lower half of a word, and G
      * in the upper. */
@@ -106,6 +106,7 @@ inline int choose_weight_rows(int experts, enum element type) {
 
 /* Each launches on the stream; no synchronisation. */
 cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
+cudaError_t launch_entries(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_fused(const struct problem &problem, cudaStream_t stream);
 
@@ -193,19 +194,19 @@ bool can_wait(void (*kernel)(Parameters...)) {
            attributes.ptxVersion >= 90;
 }
 
-/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that. */
+/* Launches a kernel. early: it calls wait_for_last_kernel(), and may start early where it can do that. */
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
-                         const Arguments &...arguments) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_kernel(bool early, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared,
+                          cudaStream_t stream, const Arguments &...arguments) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = can_wait(kernel);
+    config.attrs = &attribute;
+    config.numAttrs = early && can_wait(kernel);
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }

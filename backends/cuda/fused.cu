@@ -2,19 +2,22 @@
 /* Both products of an operation by one kernel that reads the hidden states once, for sm_90a.
  *
  * A block has a slice of 80 columns, whose gate it keeps, and a group of the tokens, which it takes 64 at a time. The
- * four blocks of a cluster have the same slice, and each its group. Warps of a block:
+ * four, or two, blocks of a cluster have the same slice, and each its group. Warps of a block:
  *
  * - One brings the gate and tiles of the hidden states by tensor copies, and does not wait for the kernel before.
- * - Two bring tiles of G by cp.async, once that kernel is done; it has left them as they are to lie in shared memory.
+ * - Others bring G, once that kernel is done: two of them tiles by cp.async, which it has left as they are to lie in
+ *   shared memory; or four of them entries, K a token, which they scatter into tiles of zeros.
  * - A warpgroup for each 64 experts makes the weight gradient: G^T times hidden states, added up over all tiles.
- * - Two warpgroups make grad_hidden_states, every other tile each: G times the gate.
+ * - Two warpgroups make grad_hidden_states, every other tile each: G times the gate. They let the weight gradient have
+ *   the next tile first: its end, below, then goes on while the last of them are stored.
  * - One stores those by tensor copies; stores of registers took three times as long as the products.
  *
- * In the end the blocks of a cluster send one another their sums of the weight gradient, a part of them to each, which
- * that one adds up in the order of the groups and stores.
+ * In the end the blocks of a cluster send one another their sums of the weight gradient, a part of each warpgroup's
+ * columns to each, which that one adds up in the order of the groups and stores.
  *
- * For H = 2048 there are 26 slices; clusters of four blocks fit 30 times. The kernel before lets this one start first
- * thing, and fits beside it, for which 72 registers and 216 KB are few enough. */
+ * For H = 2048 there are 26 slices, for 5120, 64; clusters of four blocks fit 30 times, of two, 66. The kernel before
+ * lets this one start first thing, and fits beside it: 72 registers and 216 KB, or as many threads with entries and
+ * 208 KB, are few enough. */
 #include "tiles.cuh"
 
 #include <cuda.h>
@@ -39,29 +42,54 @@ struct shape {
     static constexpr bool SPARSE = SPARSE_LOGITS;
     static constexpr int LOADERS = SPARSE ? 128 : 64;
     static constexpr int THREADS = (BLOCKS + TURNS) * WARPGROUP + LOADERS + 2 * WARP;
-    static constexpr int BOUND = 896; /* 72 registers */
+    static constexpr int BOUND = SPARSE ? THREADS : 896; /* 72 registers, but for 128 experts with entries */
     static constexpr int GATE_BYTES = PANELS * EXPERTS * A_PANEL, HIDDEN_BYTES = PANELS * TOKENS * A_PANEL;
     static constexpr int LOGITS_BYTES = TOKENS * EXPERTS * 2, RESULT_BYTES = TOKENS * COLUMNS * 2,
                          RESULT_SLOTS = SPARSE ? 2 : 4;
-    /* Sums travel in units of what a warpgroup has in four registers. */
-    static constexpr int UNIT_BYTES = WARPGROUP * 16, UNITS = BLOCKS * COLUMNS / 8;
-    static constexpr int PART = (UNITS + GROUPS - 1) / GROUPS, SUMS_BYTES = (GROUPS - 1) * PART * UNIT_BYTES;
-    static __device__ __forceinline__ int units_of(unsigned rank) { /* the last part may be smaller */
-        const int left = UNITS - static_cast<int>(rank) * PART;
-        return left < 0 ? 0 : left < PART ? left : PART;
+    /* Sums travel in units of 8 columns, of which a thread has four. Of a block of experts, each group finishes so many
+     * units; where that is no whole number, rounded up and down in turn, the other way in every other block. */
+    static constexpr int UNITS = COLUMNS / 8, UNIT_BYTES = WARPGROUP * 16;
+    static constexpr int MOST_UNITS = (UNITS + GROUPS - 1) / GROUPS, LEAST_UNITS = UNITS / GROUPS;
+    static constexpr int PART = (BLOCKS + 1) / 2 * MOST_UNITS + BLOCKS / 2 * LEAST_UNITS;
+    static constexpr int SUMS_BYTES = (GROUPS - 1) * PART * UNIT_BYTES;
+    static __device__ __forceinline__ int first_unit(int block, int group) {
+        return (UNITS * group + (block % 2 ? 0 : GROUPS - 1)) / GROUPS;
+    }
+    static __device__ __forceinline__ int owner_of(int block, int unit) {
+        return (unit * GROUPS + (block % 2 ? GROUPS - 1 : 0)) / UNITS;
+    }
+    static __device__ __forceinline__ int units_of(int block, int group) {
+        return first_unit(block, group + 1) - first_unit(block, group);
+    }
+    /* Where a block's units begin among those that a group is sent by another. */
+    static __device__ __forceinline__ int place_of(int block, int group) {
+        return block / 2 * (units_of(0, group) + units_of(1, group)) + block % 2 * units_of(0, group);
+    }
+    static __device__ __forceinline__ int warps_of(int block) { /* that have experts */
+        const int warps = (EXPERTS - block * BLOCK) / 16;
+        return warps < WARPGROUP / WARP ? warps : WARPGROUP / WARP;
+    }
+    static __device__ __forceinline__ int sent_bytes(int group) {
+        int bytes = 0;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+            bytes += units_of(block, group) * warps_of(block) * WARP * 16;
+        return bytes;
     }
     static constexpr int ROOM = (SPARSE ? 208 : 216) * 1024 - GATE_BYTES - SUMS_BYTES - RESULT_SLOTS * RESULT_BYTES;
-    static constexpr int LOGITS_ROOM = ROOM * (SPARSE ? 5 : 4) / 7 / LOGITS_BYTES / 2 * 2, MOST_LOGITS = SPARSE ? 4 : 8;
+    static constexpr int LOGITS_ROOM = ROOM * (SPARSE ? 5 : 4) / 7 / LOGITS_BYTES / 2 * 2, MOST_LOGITS = SPARSE ? 4 : 6;
     static constexpr int LOGITS_SLOTS = LOGITS_ROOM < MOST_LOGITS ? LOGITS_ROOM : MOST_LOGITS;
     static constexpr int HIDDEN_ROOM = (ROOM - LOGITS_SLOTS * LOGITS_BYTES) / HIDDEN_BYTES;
     static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 10 ? HIDDEN_ROOM : 10;
+    /* grad_hidden_states come so many tiles after the weight gradient, whose end takes longer. */
+    static constexpr int LAG = 1;
+    static_assert(LAG < LOGITS_SLOTS && LOGITS_SLOTS <= HIDDEN_SLOTS + LAG, "see make_grad_hidden()");
     static constexpr int BARRIERS = 2 * (HIDDEN_SLOTS + LOGITS_SLOTS + RESULT_SLOTS) + 2;
     static constexpr int BYTES = GATE_BYTES + SUMS_BYTES + RESULT_SLOTS * RESULT_BYTES + HIDDEN_SLOTS * HIDDEN_BYTES +
                                  LOGITS_SLOTS * LOGITS_BYTES + BARRIERS * 8;
     static_assert(HIDDEN_SLOTS >= 3 && LOGITS_SLOTS >= (SPARSE ? 2 : 4) && BYTES <= 227 * 1024,
                   "rings that keep memory busy");
     static_assert(LOGITS_SLOTS % TURNS == 0, "a warpgroup waits for every phase of its slots");
-    static_assert(PART * UNIT_BYTES <= HIDDEN_SLOTS * HIDDEN_BYTES, "room for the block's own sums");
 };
 
 /* Tensor maps, of panels and of whole results. */
@@ -162,7 +190,7 @@ struct job {
     int tiles;
     unsigned rank; /* in the cluster, and the group's number */
     uint32_t gate;
-    uint32_t sums; /* a part from each other block in the order of their ranks; the block's own will lie in hidden */
+    uint32_t sums; /* a part from each other block of the cluster, in the order of their ranks */
     ring<shape::LOGITS_SLOTS, shape::LOGITS_BYTES> logits;
     ring<shape::HIDDEN_SLOTS, shape::HIDDEN_BYTES> hidden;
     ring<shape::RESULT_SLOTS, shape::RESULT_BYTES> results;
@@ -181,10 +209,6 @@ struct job {
         results.barriers = hidden.barriers + 2 * shape::HIDDEN_SLOTS * 8;
         sums_come = results.barriers + 2 * shape::RESULT_SLOTS * 8;
         gate_comes = sums_come + 8;
-    }
-
-    __device__ __forceinline__ uint32_t own_sums() const {
-        return hidden.slots;
     }
 
     __device__ __forceinline__ void choose_tokens(const problem &problem) {
@@ -290,7 +314,9 @@ __device__ __forceinline__ void make_grad_hidden(const job<shape> &job, int turn
     barrier_wait(job.gate_comes, 0);
 #pragma unroll 1
     for (int i = turn; i < job.tiles; i += TURNS) {
-        const int slot = job.logits.full_slot(i);
+        const int slot = job.logits.full_slot(i), read = i + shape::LAG < job.tiles ? i + shape::LAG : job.tiles - 1;
+        /* The slot is not read twice before this looks: there is room for no more tiles of G. */
+        barrier_wait(job.hidden.empty(read % shape::HIDDEN_SLOTS), read / shape::HIDDEN_SLOTS % 2);
         fence_asynchronous();
         result.template multiply_gate<shape::EXPERTS>(job.logits.at(slot), job.gate);
         job.logits.release(slot);
@@ -334,60 +360,89 @@ __device__ __noinline__ void store_apart(const problem &problem, int64_t expert,
     store_element(problem.grad_weight, expert, column + 1, second);
 }
 
-/* A block's part of the weight gradient, of which a thread has two pairs of every so many units. */
+/* What a group finishes of a block of experts: units side by side, of which a thread has its four sums. */
 template <typename T, typename shape>
-class part_of {
-    static constexpr int GROUPS = shape::GROUPS, BLOCKS = shape::BLOCKS;
-    static constexpr int PART = shape::PART, BYTES = shape::UNIT_BYTES, EACH = (PART + BLOCKS - 1) / BLOCKS;
-    uint32_t from[GROUPS];
-    int part_left; /* units, from the first on */
-    char *to[EACH];
-    int experts[EACH]; /* that exist from a thread's on */
-    int64_t columns[EACH];
+struct part_of {
+    static constexpr int MOST = shape::MOST_UNITS, GROUPS = shape::GROUPS;
+    float sums[MOST][4];
+    int first, units, expert, rank; /* expert: the warp's first */
+    uint32_t from;                  /* the first other group's, for this warp */
 
-  public:
-    /* What can be worked out before the sums come. */
-    __device__ __forceinline__ part_of(const job<shape> &job, const problem &problem, int block) {
-        const int thread = threadIdx.x % WARPGROUP;
-        part_left = shape::units_of(job.rank) - block;
+    __device__ __forceinline__ part_of(const job<shape> &job, int block) {
+        rank = static_cast<int>(job.rank);
+        first = shape::first_unit(block, rank);
+        units = shape::units_of(block, rank);
+        expert = block * BLOCK + async_layout::first_row();
+        from = job.sums + shape::place_of(block, rank) * shape::UNIT_BYTES + threadIdx.x % WARPGROUP / WARP * WARP * 16;
+    }
+
+    /* Keeps the group's own. */
+    __device__ __forceinline__ void keep(const float (&all)[shape::UNITS][4]) {
 #pragma unroll
-        for (unsigned rank = 0; rank < GROUPS; rank++)
-            from[rank] = (rank == job.rank ? job.own_sums() : job.sums + (rank - (rank > job.rank)) * PART * BYTES) +
-                         block * BYTES + thread * 16;
+        for (int j = 0; j < MOST; j++)
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const int unit = static_cast<int>(job.rank) * PART + block + i * BLOCKS;
-            const int expert = unit / (COLUMNS / 8) * BLOCK + async_layout::first_row() + thread % WARP / 4;
-            const int64_t column = job.column + unit % (COLUMNS / 8) * 8 + thread % 4 * 2;
-            to[i] = problem.grad_weight.data + (expert * problem.grad_weight.stride + column) * sizeof(T);
-            experts[i] = i * BLOCKS < part_left ? problem.experts - expert : 0;
-            columns[i] = problem.hidden - column;
+            for (int i = 0; i < shape::UNITS; i++)
+                if (i == first + j)
+#pragma unroll
+                    for (int k = 0; k < 4; k++)
+                        sums[j][k] = all[i][k];
+    }
+
+    /* Adds the other groups', in order. */
+    __device__ __forceinline__ void add_others() {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int j = 0; j < MOST; j++) {
+            if (j >= units)
+                continue;
+            float sum[4] = {}; /* to add zero changes no sum that began with zero */
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                float4 part = make_float4(sums[j][0], sums[j][1], sums[j][2], sums[j][3]);
+                if (group != rank)
+                    part = load_shared(from + ((group - (group > rank)) * shape::PART + j) * shape::UNIT_BYTES +
+                                       lane * 16);
+                sum[0] = __fadd_rn(sum[0], part.x), sum[1] = __fadd_rn(sum[1], part.y);
+                sum[2] = __fadd_rn(sum[2], part.z), sum[3] = __fadd_rn(sum[3], part.w);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                sums[j][k] = sum[k];
         }
     }
 
-    /* Adds them up, in the order of the groups, and stores them. */
-    __device__ __forceinline__ void finish(const problem &problem) {
-        float sums[EACH][4] = {}; /* to add zero changes no sum that began with zero */
+    /* Rows of 8 columns, through where the others' sums were: half a warp stores a unit, 16 rows. */
+    __device__ __forceinline__ void store_rows(const problem &problem, int64_t column) {
+        const int lane = threadIdx.x % WARP, row = lane % 16, odd = lane / 16;
+        __syncwarp();
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int j = 0; j < MOST; j++)
+            if (j < units)
+                store_matrices(from + j * shape::UNIT_BYTES + row * CHUNK_BYTES, packed(sums[j][0], sums[j][1], T()),
+                               packed(sums[j][2], sums[j][3], T()));
+        __syncwarp();
+        char *to = problem.grad_weight.data + ((expert + row) * problem.grad_weight.stride + column) * sizeof(T);
 #pragma unroll
-            for (int rank = 0; rank < GROUPS && i * BLOCKS < part_left; rank++) {
-                const float4 part = load_shared(from[rank] + i * BLOCKS * BYTES);
-                sums[i][0] = __fadd_rn(sums[i][0], part.x), sums[i][1] = __fadd_rn(sums[i][1], part.y);
-                sums[i][2] = __fadd_rn(sums[i][2], part.z), sums[i][3] = __fadd_rn(sums[i][3], part.w);
-            }
+        for (int j = 0; j < MOST; j += 2)
+            if (j + odd < units && expert + row < problem.experts && column + (first + j + odd) * 8 < problem.hidden)
+                *reinterpret_cast<float4 *>(to + (first + j + odd) * CHUNK_BYTES) =
+                    load_shared(from + (j + odd) * shape::UNIT_BYTES + row * CHUNK_BYTES);
+    }
+
+    __device__ __forceinline__ void store(const problem &problem, int64_t column) {
+        if (problem.whole_rows) {
+            store_rows(problem, column);
+            return;
+        }
+        const int lane = threadIdx.x % WARP;
 #pragma unroll
-        for (int i = 0; i < EACH; i++)
+        for (int j = 0; j < MOST; j++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                if (8 * half >= experts[i] || columns[i] <= 0)
-                    continue;
-                if (problem.pairs)
-                    *reinterpret_cast<uint32_t *>(to[i] + 8 * half * problem.grad_weight.stride * sizeof(T)) =
-                        packed(sums[i][2 * half], sums[i][2 * half + 1], T());
-                else
-                    store_apart(problem, problem.experts - experts[i] + 8 * half, problem.hidden - columns[i],
-                                sums[i][2 * half], sums[i][2 * half + 1]);
+                const int row = expert + lane / 4 + 8 * half;
+                const int64_t at = column + (first + j) * 8 + lane % 4 * 2;
+                if (j < units && row < problem.experts && at < problem.hidden)
+                    store_apart(problem, row, at, sums[j][2 * half], sums[j][2 * half + 1]);
             }
     }
 };
@@ -406,25 +461,32 @@ __device__ __forceinline__ void make_grad_weight(const job<shape> &job, const pr
         job.logits.release(slot);
         job.hidden.release(hidden_slot);
     }
-    part_of<T, shape> part(job, problem, block);
-    synchronize(1, shape::BLOCKS * WARPGROUP); /* before hidden states give way to own sums */
-    cluster_wait();
-    constexpr int ACROSS = COLUMNS / 8, PART = shape::PART, BYTES = shape::UNIT_BYTES;
+    part_of<T, shape> part(job, block);
+    part.keep(result.sums[0]);
+    constexpr int GROUPS = shape::GROUPS;
     const int thread = threadIdx.x % WARPGROUP;
+    const bool any = thread / WARP < shape::warps_of(block), odd = block % 2;
+    uint32_t to[GROUPS], come[GROUPS]; /* where each group's units are sent, as if from the first on */
 #pragma unroll
-    for (int i = 0; i < ACROSS; i++) {
-        const unsigned unit = block * ACROSS + i, owner = unit / PART;
-        const uint32_t at = unit % PART * BYTES + thread * 16;
-        const unsigned number = job.rank - (job.rank > owner);
-        if (owner == job.rank)
-            store_shared(job.own_sums() + at, result.sums[0][i]);
-        else
-            store_to_block(of_block(job.sums + number * PART * BYTES + at, owner), result.sums[0][i],
-                           of_block(job.sums_come, owner));
+    for (int group = 0; group < GROUPS; group++) {
+        const int place = (part.rank - (part.rank > group)) * shape::PART + shape::place_of(block, group) -
+                          shape::first_unit(block, group);
+        to[group] = of_block(job.sums + thread * 16, group) + place * shape::UNIT_BYTES;
+        come[group] = of_block(job.sums_come, group);
+    }
+    cluster_wait();
+#pragma unroll
+    for (int i = 0; i < shape::UNITS; i++) {
+        const int even_owner = shape::owner_of(0, i), odd_owner = shape::owner_of(1, i);
+        if ((odd ? odd_owner : even_owner) != part.rank && any)
+            store_to_block((odd ? to[odd_owner] : to[even_owner]) + i * shape::UNIT_BYTES, result.sums[0][i],
+                           odd ? come[odd_owner] : come[even_owner]);
     }
     barrier_wait_cluster(job.sums_come, 0);
-    synchronize(1, shape::BLOCKS * WARPGROUP);
-    part.finish(problem);
+    if (any) {
+        part.add_others();
+        part.store(problem, job.column);
+    }
 }
 
 template <typename T, typename shape>
@@ -446,7 +508,7 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
         barrier_init(job.gate_comes, 1);
         barrier_init(job.sums_come, 1);
         barrier_init_done();
-        barrier_arrive_expecting(job.sums_come, (shape::GROUPS - 1) * shape::units_of(job.rank) * shape::UNIT_BYTES);
+        barrier_arrive_expecting(job.sums_come, (shape::GROUPS - 1) * shape::sent_bytes(job.rank));
     }
     __syncthreads();
     cluster_arrive();
@@ -511,8 +573,7 @@ template <typename T, typename shape>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     const typed_rows &out = problem.grad_weight;
     struct problem with = problem;
-    with.pairs = !problem.accumulate && out.type == problem.type && out.stride % 2 == 0 &&
-                 reinterpret_cast<uintptr_t>(out.data) % 4 == 0;
+    with.whole_rows = !problem.accumulate && out.type == problem.type && is_aligned(out, 2);
     auto kernel = fused_kernel<T, shape>;
     maps maps;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape::BYTES);
@@ -525,8 +586,8 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     if (error == cudaSuccess)
         error = make_map(&maps.grad_hidden, problem.type, problem.grad_hidden, problem.tokens, problem.hidden, TOKENS,
                          COLUMNS, CU_TENSOR_MAP_SWIZZLE_NONE);
-    return error == cudaSuccess ? launch_early(kernel, divide_up(problem.hidden, COLUMNS) * shape::GROUPS,
-                                               shape::THREADS, shape::BYTES, stream, with, maps)
+    return error == cudaSuccess ? launch_kernel(true, kernel, divide_up(problem.hidden, COLUMNS) * shape::GROUPS,
+                                                shape::THREADS, shape::BYTES, stream, with, maps)
                                 : error;
 }
 

@@ -9,6 +9,7 @@
  * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
  * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
  * 64 a slot of m's gather, 2 E written. */
+#include "sigmoid.cuh"
 #include "tiles.cuh"
 
 #include <type_traits>
@@ -306,28 +307,12 @@ __device__ __forceinline__ void softmax_row(const problem &problem, token_of<PLA
                    from_float<T>(expert_of(lane, i) < problem.experts ? __fmul_rn(p[i], __fsub_rn(d[i], mean)) : 0.0f));
 }
 
-template <typename T>
-__device__ __forceinline__ float rounded(float value) {
-    return to_float(from_float<T>(value));
-}
-
-/* A slot's entry of a row of G; where ids repeat, so do entries. */
-template <typename T, typename Token>
-__device__ __forceinline__ void store_entry(const problem &problem, Token token, int lane, int id, T value) {
-    uint16_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t entries = problem.entries;
-    const uint32_t at = swizzled<T, TILE_TOKENS, A_PANEL>(static_cast<int>(token % TILE_TOKENS), id);
-    if (lane < entries)
-        reinterpret_cast<uint32_t *>(problem.logits)[static_cast<uint64_t>(token) * entries + lane] =
-            id < 0 ? NO_ENTRY : at | static_cast<uint32_t>(bits) << 16;
-}
-
-/* The chosen experts' G is worked out by their slots' lanes. to: the row of G, which may be one that fills up. */
+/* The chosen experts' G is worked out by their slots' lanes. */
 template <typename T, int EXPERTS, bool PLAIN>
-__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, token_of<PLAIN> to,
-                                            int top_k, int lane, float *row, lane_row<T, EXPERTS> &result) {
+__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
+                                            float *row, lane_row<T, EXPERTS> &result) {
     constexpr int SLOTS = slots_of<PLAIN>;
+    using slot = sigmoid_slot<T>;
     raw_ids<SLOTS> raw;
     lane_row<T, EXPERTS> scores;
     T g[SLOTS], w[SLOTS], z;
@@ -342,34 +327,28 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
     const bool distinct = all_distinct(row, ids, lane);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
-        u[i] = rounded<T>(__fmul_rn(to_float(g[i]), problem.scaling));
-        terms[i] = ids[i] >= 0 ? rounded<T>(__fmul_rn(u[i], to_float(w[i]))) : 0.0f;
+        u[i] = slot::scaled(g[i], problem.scaling);
+        terms[i] = ids[i] >= 0 ? slot::term(u[i], w[i]) : 0.0f;
     }
     /* In ascending k; an empty slot's zero changes nothing. */
     for (int k = 0; k < top_k; k++)
         c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP));
-    c = rounded<T>(c);
+    c = slot::rounded(c);
     to_shared(row, scores, lane);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
-        u[i] = rounded<T>(__fdiv_rn(rounded<T>(__fsub_rn(u[i], c)), to_float(z)));
+        u[i] = slot::quotient(u[i], c, z);
         s[i] = ids[i] >= 0 ? row[ids[i]] : 0.0f;
     }
     __syncwarp();
     result.clear();
     to_shared(row, result, lane);
-    scatter(row, ids, u, distinct, lane, [](float sum, float value) { return rounded<T>(__fadd_rn(sum, value)); });
+    scatter(row, ids, u, distinct, lane, slot::added);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
         if (ids[i] >= 0)
-            u[i] = __fmul_rn(rounded<T>(__fmul_rn(row[ids[i]], s[i])), rounded<T>(__fsub_rn(1.0f, s[i])));
-    if constexpr (is_16_bit<T>)
-        if (problem.entries) {
-            store_entry(problem, to, lane, ids[0], from_float<T>(u[0]));
-            if (PLAIN)
-                return;
-        }
+            u[i] = to_float(slot::result(row[ids[i]], s[i]));
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
@@ -415,11 +394,10 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
     if constexpr (SOFTMAX)
         softmax_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
     else
-        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, row, top_k, lane, rows[warp], g);
+        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
     if (!exists)
         g.clear();
-    if (SOFTMAX || !problem.entries)
-        store_row(problem, row, lane, g);
+    store_row(problem, row, lane, g);
     if (!PLAIN && exists && problem.grad_logits.data) {
 #pragma unroll
         for (int i = 0; i < EXPERTS; i++)

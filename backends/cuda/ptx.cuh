@@ -164,6 +164,11 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_
                  : "memory");
 }
 
+/* Two of them, to rows that the first 16 lanes name. */
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
+}
+
 /* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. Of what was written before,
  * only what barrier_init_done() publishes is seen after. */
 __device__ __forceinline__ void cluster_arrive() {

@@ -19,7 +19,8 @@
 
 #include <cuda.h>
 
-namespace {
+// Named: nvcc would name an anonymous one after the file's path, and the same source would give other bytes elsewhere.
+inline namespace moer_fused {
 
 enum {
     TOKENS = TILE_TOKENS,
@@ -545,7 +546,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
                                  : launch_for<T, 128, false>(problem, stream);
 }
 
-} // namespace
+} // namespace moer_fused
 
 cudaError_t launch_fused(const problem &problem, cudaStream_t stream) {
     return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);

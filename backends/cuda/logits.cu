@@ -13,7 +13,8 @@
 
 #include <type_traits>
 
-namespace {
+// Named: nvcc would name an anonymous one after the file's path, and the same source would give other bytes elsewhere.
+inline namespace moer_logits {
 
 enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -472,7 +473,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     return launch_for<T, 8 * GROUP>(problem, stream); /* 1024 */
 }
 
-} // namespace
+} // namespace moer_logits
 
 cudaError_t launch_logits(const problem &problem, cudaStream_t stream) {
     switch (problem.type) {

@@ -33,11 +33,12 @@ struct bench {
     uint64_t repeats;
     /* What the peers say of the device and of themselves. */
     char device_name[128];
-    char driver[64];   /* of a GPU, else empty */
-    int threads;       /* that work on the host */
-    char method[64];   /* "warm" */
-    char notes[384];   /* on the method, where there is more to say */
-    double copy_speed; /* GB/s that a large copy reads and writes, 0: not measured */
+    char driver[64];    /* of a GPU, else empty */
+    char blas_core[32]; /* which of OpenBLAS's kernels a CPU is compared with, else empty */
+    int threads;        /* that work on the host */
+    char method[64];    /* "warm" */
+    char notes[384];    /* on the method, where there is more to say */
+    double copy_speed;  /* GB/s that a large copy reads and writes, 0: not measured */
     size_t count;
     struct bench_suite suites[MOER_OPERATIONS];
 };
@@ -66,7 +67,7 @@ double bench_median(double *times, uint64_t count);
 /* The mean of a suite's times; NaN where one is missing. */
 double bench_mean(const struct bench_suite *suite, enum bench_time time, int geometric);
 
-/* What a time depends on beside the device: "2 threads" or the driver. */
+/* What a time depends on beside the device: "2 threads, OpenBLAS core Zen" or the driver. */
 const char *bench_setting(const struct bench *bench, char text[80]);
 
 /* The commit that was built; the date as of SOURCE_DATE_EPOCH where that is set, 0 where it is no number. */

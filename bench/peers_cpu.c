@@ -41,6 +41,7 @@ static void find_name(char *name, size_t size) {
 static int open_device(struct bench *bench) {
     find_name(bench->device_name, sizeof bench->device_name);
     snprintf(bench->method, sizeof bench->method, "warm");
+    snprintf(bench->blas_core, sizeof bench->blas_core, "%s", openblas_get_corename());
     bench->threads = omp_get_max_threads();
     return 0;
 }

@@ -32,7 +32,7 @@ const char *bench_setting(const struct bench *bench, char text[80]) {
     if (bench->driver[0])
         snprintf(text, 80, "driver %s", bench->driver);
     else
-        snprintf(text, 80, "%d threads", bench->threads);
+        snprintf(text, 80, "%d threads, OpenBLAS core %s", bench->threads, bench->blas_core);
     return text;
 }
 
@@ -89,6 +89,8 @@ void bench_write_json(const struct bench *bench, FILE *file) {
                   bench->date, "device", bench->device_name, "threads", bench->threads, "method", bench->method);
     if (bench->driver[0])
         json_object_set_new(root, "driver", json_string(bench->driver));
+    if (bench->blas_core[0])
+        json_object_set_new(root, "openblas_core", json_string(bench->blas_core));
     if (bench->copy_speed > 0)
         json_object_set_new(root, "copy_gb_s", json_real(bench->copy_speed));
     json_object_set_new(root, "suites", suites);

@@ -28,7 +28,7 @@ AS_IF([test "x$with_cuda" != xno], [
   AS_IF([test -z "$NVCC_GENCODE"], [
     for target in compute_80,code=sm_80 compute_90a,code=sm_90a compute_100f,code=sm_100 compute_120,code=sm_120 dnl
         compute_90,code=compute_90; do
-      NVCC_GENCODE="$NVCC_GENCODE -gencode arch=$target"
+      NVCC_GENCODE="$NVCC_GENCODE${NVCC_GENCODE:+ }-gencode arch=$target"
     done
   ])
   cuda_reason="no nvcc"
@@ -92,5 +92,5 @@ AM_CONDITIONAL([CUDA_MODULE], [test $cuda_backend = module])
 AM_CONDITIONAL([CUDA_BUILTIN], [test $cuda_backend = builtin])
 AS_CASE([$cuda_backend],
   [no], [cuda_text="not built: $cuda_reason; $PACKAGE/cuda.so is used where one is installed"],
-  [cuda_text="$cuda_backend, $NVCC$NVCC_GENCODE"])
+  [cuda_text="$cuda_backend, by $NVCC $NVCC_GENCODE"])
 ])

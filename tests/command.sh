@@ -295,9 +295,10 @@ has() { # FILE TEXT...: the file has them, in lines of their own or within one
 holds 'bench' bench --tokens 300,17,64
 cp "$work/log" "$work/table"
 holds 'has means' has "$work/table" geomean mean workspace $softmax $sigmoid
+holds 'says which OpenBLAS' has "$work/table" "OpenBLAS core $("$MOEROUTER" info | sed -n 's/.*; core \([^,]*\),.*/\1/p')"
 holds 'its files are valid' valid
 holds 'its JSON has all' has "$work/json" '"library": "0.' '"commit": "' '"date": "1970-01-02"' '"device": "' \
-    '"threads": ' "\"$softmax\": {" "\"$sigmoid\": {" '"geomean_us": ' '"mean_us": ' '"floor_geomean_us": ' \
+    '"threads": ' '"openblas_core": "' "\"$softmax\": {" "\"$sigmoid\": {" '"geomean_us": ' '"mean_us": ' '"floor_geomean_us": ' \
     '"gemms_geomean_us": ' '"tokens": 17,' '"us": ' '"floor_us": ' '"gemms_us": ' '"workspace_bytes": ' '"checked": true'
 holds 'its JSON has every case' test "$(grep -c '"checked": true' "$work/json")" -eq 6
 holds 'its plot has all' has "$work/svg" $softmax $sigmoid 1970-01-02 tokens memcpy sgemm 'H = 40, E = 8, K = 2'

@@ -36,7 +36,8 @@ check 'shared consumer runs' env LD_LIBRARY_PATH="$libdir" "$stage/shared"
 check 'static consumer builds' compile "$stage/static" $(flags --cflags) $(static_libs)
 check 'static consumer runs' "$stage/static"
 check 'static consumer does not need the shared library' sh -c "! readelf -d '$stage/static' | grep -q moerouter"
-check 'only moer_* is exported' sh -c "! nm -D --defined-only '$libdir/libmoerouter.so' | grep -vE ' (moer_|MOER_)'"
+check 'only moer_* is exported, each with its version' \
+    sh -c "! nm -D --defined-only '$libdir/libmoerouter.so' | grep -vE ' (moer_[a-z_]+@@MOER_0|MOER_0(@@MOER_0)?)$'"
 check 'global names of the static library are moer_*' sh -c \
     "! nm -g --defined-only '$libdir/libmoerouter.a' | grep -E '^[0-9a-f]+ ' | grep -vE ' moer_'"
 check 'soname' sh -c "readelf -d '$libdir/libmoerouter.so' | grep -q 'SONAME.*\[libmoerouter.so.0\]'"

@@ -16,6 +16,7 @@ for flavour in pthread:pthreads openmp:OpenMP serial:sequential; do
     [ -n "$library" ] || { echo "there is no OpenBLAS of the $name flavour" && exit 1; }
     export LD_LIBRARY_PATH="${library%/*}"
     check "info names OpenBLAS's flavour, $name" sh -c "'$build/moerouter' info | grep -q 'BLAS: .*($word)'"
+    check "info names GNU's OpenMP" sh -c "'$build/moerouter' info | grep -q '(OpenMP, .*/libgomp'"
     for operation in softmax sigmoid; do
         check "$operation with $name" timeout 100 "$build/moerouter" run ${operation}_topk_backward \
             "$here/corpus/safetensors/golden_$operation" --check
@@ -24,6 +25,7 @@ for flavour in pthread:pthreads openmp:OpenMP serial:sequential; do
     export LD_LIBRARY_PATH="$build/.libs:$LD_LIBRARY_PATH"
     program=$clang/tests/.libs/check_openmp
     check "two OpenMP runtimes" sh -c "ldd '$program' | grep -q libomp && ldd '$program' | grep -q libgomp"
+    check "info names the one in use, LLVM's" sh -c "'$clang/.libs/moerouter' info | grep -q '(OpenMP, .*/libomp'"
     check "calls from LLVM's parallel regions with $name" timeout 100 "$program"
     check "the same, by our own kernels" env MOER_CPU_PRODUCTS=own timeout 100 "$program"
 done

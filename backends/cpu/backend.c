@@ -2,6 +2,7 @@
 /* The CPU backend's entry: what it has, which kernels it takes, and its memory. */
 #include "config.h"
 #include "products.h"
+#include <dlfcn.h>
 #include <omp.h>
 #include <pthread.h>
 #include <stdlib.h>
@@ -126,13 +127,17 @@ static const char *unavailable(void) {
 static void info(char *text, size_t size) {
     const struct settings *current = moer_cpu_settings();
     char blas[512];
+    Dl_info openmp; /* a process may hold two runtimes: the file whose threads are ours */
+    if (!dladdr((void *)omp_get_max_threads, &openmp))
+        openmp.dli_fname = "unknown";
     moer_blas_info(blas, sizeof blas);
     snprintf(text, size,
              "instruction sets: %s\n"
              "kernels: %s\n"
-             "threads: %d (OpenMP)\n"
+             "threads: %d (OpenMP, %s)\n"
              "BLAS: %s\n",
-             kernel_names, current->error[0] ? current->error : current->kernels_name, omp_get_max_threads(), blas);
+             kernel_names, current->error[0] ? current->error : current->kernels_name, omp_get_max_threads(),
+             openmp.dli_fname, blas);
 }
 
 static enum moer_status allocate(DLDevice device, size_t bytes, void **data, struct moer_message *message) {

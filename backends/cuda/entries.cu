@@ -5,7 +5,8 @@
 #include "sigmoid.cuh"
 #include "tiles.cuh"
 
-namespace {
+/* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
+inline namespace moer_entries {
 
 enum { THREADS = 64 };
 
@@ -89,7 +90,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     return launch_with<T, 32>(problem, stream);
 }
 
-} // namespace
+} // namespace moer_entries
 
 cudaError_t launch_entries(const problem &problem, cudaStream_t stream) {
     return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);

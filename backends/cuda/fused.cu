@@ -22,7 +22,8 @@
 
 #include <cuda.h>
 
-namespace {
+/* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
+inline namespace moer_fused {
 
 enum {
     TOKENS = TILE_TOKENS,
@@ -606,7 +607,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
                                  : launch_for<T, 128, false>(problem, stream);
 }
 
-} // namespace
+} // namespace moer_fused
 
 cudaError_t launch_fused(const problem &problem, cudaStream_t stream) {
     return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);

@@ -14,7 +14,8 @@
 
 #include <type_traits>
 
-namespace {
+/* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
+inline namespace moer_logits {
 
 enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -450,7 +451,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     return launch_for<T, 8 * GROUP>(problem, stream); /* 1024 */
 }
 
-} // namespace
+} // namespace moer_logits
 
 cudaError_t launch_logits(const problem &problem, cudaStream_t stream) {
     switch (problem.type) {

@@ -18,7 +18,8 @@
  * grad_hidden_states depend on that token alone. */
 #include "tiles.cuh"
 
-namespace {
+/* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
+inline namespace moer_products {
 
 enum { THREADS = 128, COLUMNS = TILE_COLUMNS, HIDDEN_ROWS = 128 };
 
@@ -580,7 +581,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     return problem.hidden % 4 == 0 ? launch_reduce<4>(problem, stream) : launch_reduce<1>(problem, stream);
 }
 
-} // namespace
+} // namespace moer_products
 
 cudaError_t launch_products(const problem &problem, cudaStream_t stream) {
     switch (problem.type) {

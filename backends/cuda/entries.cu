@@ -8,7 +8,7 @@
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 inline namespace moer_entries {
 
-enum { THREADS = 64 };
+enum { THREADS = 256 };
 
 /* LANES: as many as entries, rounded up to a power of two. */
 template <typename T, int LANES>

@@ -8,8 +8,8 @@
  * - Others bring G, once that kernel is done: two of them tiles by cp.async, which it has left as they are to lie in
  *   shared memory; or four of them entries, K a token, which they scatter into tiles of zeros.
  * - A warpgroup for each 64 experts makes the weight gradient: G^T times hidden states, added up over all tiles.
- * - Two warpgroups make grad_hidden_states, every other tile each: G times the gate. They let the weight gradient have
- *   the next tile first: its end, below, then goes on while the last of them are stored.
+ * - Two warpgroups make grad_hidden_states, every other tile each: G times the gate. Of few tiles, they let the weight
+ *   gradient have the next one first: its end, below, then goes on while the last of them are stored.
  * - One stores those by tensor copies; stores of registers took three times as long as the products.
  *
  * In the end the blocks of a cluster send one another their sums of the weight gradient, a part of each warpgroup's
@@ -82,8 +82,8 @@ struct shape {
     static constexpr int LOGITS_SLOTS = LOGITS_ROOM < MOST_LOGITS ? LOGITS_ROOM : MOST_LOGITS;
     static constexpr int HIDDEN_ROOM = (ROOM - LOGITS_SLOTS * LOGITS_BYTES) / HIDDEN_BYTES;
     static constexpr int HIDDEN_SLOTS = HIDDEN_ROOM < 10 ? HIDDEN_ROOM : 10;
-    /* grad_hidden_states come so many tiles after the weight gradient, whose end takes longer. */
-    static constexpr int LAG = 1;
+    /* Of few tiles, grad_hidden_states come so many after the weight gradient, whose end takes longer. */
+    static constexpr int LAG = 1, FEW_TILES = 8;
     static_assert(LAG < LOGITS_SLOTS && LOGITS_SLOTS <= HIDDEN_SLOTS + LAG, "see make_grad_hidden()");
     static constexpr int BARRIERS = 2 * (HIDDEN_SLOTS + LOGITS_SLOTS + RESULT_SLOTS) + 2;
     static constexpr int BYTES = GATE_BYTES + SUMS_BYTES + RESULT_SLOTS * RESULT_BYTES + HIDDEN_SLOTS * HIDDEN_BYTES +
@@ -317,7 +317,8 @@ __device__ __forceinline__ void make_grad_hidden(const job<shape> &job, int turn
     for (int i = turn; i < job.tiles; i += TURNS) {
         const int slot = job.logits.full_slot(i), read = i + shape::LAG < job.tiles ? i + shape::LAG : job.tiles - 1;
         /* The slot is not read twice before this looks: there is room for no more tiles of G. */
-        barrier_wait(job.hidden.empty(read % shape::HIDDEN_SLOTS), read / shape::HIDDEN_SLOTS % 2);
+        if (job.tiles <= shape::FEW_TILES)
+            barrier_wait(job.hidden.empty(read % shape::HIDDEN_SLOTS), read / shape::HIDDEN_SLOTS % 2);
         fence_asynchronous();
         result.template multiply_gate<shape::EXPERTS>(job.logits.at(slot), job.gate);
         job.logits.release(slot);

@@ -175,20 +175,21 @@ class parts {
     int64_t size = 0;
 };
 
-/* A chain of tensor-core additions, which are rounded towards zero, has at most so many terms. */
-enum { LONGEST_CHAIN = 2048 };
+/* A chain of tensor-core additions, which are rounded towards zero, has at most so many terms; where there are groups,
+ * at most half of MOST_TOKENS_FUSED. */
+enum { LONGEST_CHAIN = 2048, MOST_TOKENS_FUSED = 8192 };
 
 /* Groups of tokens for the fused kernel, as many as the GPU that it is made for has room for at once with all slices;
  * 0: not a shape for it. */
 int choose_groups(const problem &problem) {
-    enum { MOST_TOKENS = 8192, MOST_SLOTS_SPARSE = 32 };
+    enum { MOST_SLOTS_SPARSE = 32, MOST_SLICES_BY_4 = 30, MOST_SLICES_BY_2 = 66 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
-    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.tokens > MOST_TOKENS ||
-        problem.experts == 0 || problem.experts > (softmax ? 128 : 160) ||
+    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.tokens > MOST_TOKENS_FUSED ||
+        problem.experts == 0 || problem.experts > (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) ||
         (!softmax && problem.top_k > MOST_SLOTS_SPARSE) || problem.hidden == 0 || problem.hidden % 8 != 0)
         return 0;
     const int64_t slices = divide_up(problem.hidden, FUSED_COLUMNS);
-    return slices <= 30 ? 4 : slices <= 66 ? 2 : 0;
+    return slices <= MOST_SLICES_BY_4 ? 4 : slices <= MOST_SLICES_BY_2 ? 2 : 0;
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */

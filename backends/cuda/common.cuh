@@ -61,7 +61,7 @@ struct problem {
     struct rows hidden_states, weight;
     int64_t hidden;
     int64_t split_tokens, splits; /* of the weight gradient's sums */
-    int groups;                   /* the same as splits, for the fused kernel */
+    int groups;                   /* for the fused kernel; the last may have no tokens. 0: no shape for it */
     struct typed_rows grad_hidden, grad_weight;
 
     /* In the workspace: partial sums of the weight gradient, [splits][partial_rows][partial_stride], whole tiles of
@@ -81,6 +81,8 @@ enum {
     TILE_TOKENS = 64,
     FUSED_LOGITS_MULTIPLE = 64,
     FUSED_COLUMNS = 80,
+    FUSED_EXPERTS = 128, /* at most, and where G comes as entries */
+    FUSED_EXPERTS_SPARSE = 160,
     NO_ENTRY = 0xffff
 };
 
@@ -194,19 +196,19 @@ bool can_wait(void (*kernel)(Parameters...)) {
            attributes.ptxVersion >= 90;
 }
 
-/* Launches a kernel. early: it calls wait_for_last_kernel(), and may start early where it can do that. */
+/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that. */
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_kernel(bool early, void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared,
-                          cudaStream_t stream, const Arguments &...arguments) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
+                         const Arguments &...arguments) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = early && can_wait(kernel);
+    config.attrs = &early;
+    config.numAttrs = can_wait(kernel);
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }

@@ -76,7 +76,10 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     const int64_t blocks = divide_up(problem.tokens, TILE_TOKENS) * (TILE_TOKENS * LANES / THREADS);
-    return error == cudaSuccess ? launch_kernel(false, kernel, blocks, THREADS, 0, stream, problem) : error;
+    if (error != cudaSuccess)
+        return error;
+    kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(problem);
+    return cudaGetLastError();
 }
 
 template <typename T>

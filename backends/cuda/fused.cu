@@ -588,8 +588,8 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     if (error == cudaSuccess)
         error = make_map(&maps.grad_hidden, problem.type, problem.grad_hidden, problem.tokens, problem.hidden, TOKENS,
                          COLUMNS, CU_TENSOR_MAP_SWIZZLE_NONE);
-    return error == cudaSuccess ? launch_kernel(true, kernel, divide_up(problem.hidden, COLUMNS) * shape::GROUPS,
-                                                shape::THREADS, shape::BYTES, stream, with, maps)
+    return error == cudaSuccess ? launch_early(kernel, divide_up(problem.hidden, COLUMNS) * shape::GROUPS,
+                                               shape::THREADS, shape::BYTES, stream, with, maps)
                                 : error;
 }
 
@@ -603,9 +603,9 @@ template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
     if (problem.entries)
         return problem.experts <= 128 ? launch_for<T, 128, true>(problem, stream)
-                                      : launch_for<T, 160, true>(problem, stream);
+                                      : launch_for<T, FUSED_EXPERTS_SPARSE, true>(problem, stream);
     return problem.experts <= 64 ? launch_for<T, 64, false>(problem, stream)
-                                 : launch_for<T, 128, false>(problem, stream);
+                                 : launch_for<T, FUSED_EXPERTS, false>(problem, stream);
 }
 
 } // namespace moer_fused

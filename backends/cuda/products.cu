@@ -491,7 +491,7 @@ __global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__
 template <int WIDTH>
 cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
     int64_t threads = problem.experts * problem.hidden / WIDTH;
-    return launch_kernel(true, reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
+    return launch_early(reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
 }
 
 /* ---- Launches ---- */
@@ -549,7 +549,7 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
     /* The same for every call: others may set it between here and the launch. */
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                              attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
-    return error == cudaSuccess ? launch_kernel(true, kernel, blocks, THREADS, shared, stream, problem, plan) : error;
+    return error == cudaSuccess ? launch_early(kernel, blocks, THREADS, shared, stream, problem, plan) : error;
 }
 
 template <typename T, int WEIGHT_ROWS>

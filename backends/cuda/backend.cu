@@ -175,21 +175,16 @@ class parts {
     int64_t size = 0;
 };
 
-/* A chain of tensor-core additions, which are rounded towards zero, has at most so many terms; where there are groups,
- * at most half of MOST_TOKENS_FUSED. */
-enum { LONGEST_CHAIN = 2048, MOST_TOKENS_FUSED = 8192 };
+enum { MOST_TOKENS_FUSED = 8192 };
 
-/* Groups of tokens for the fused kernel, as many as the GPU that it is made for has room for at once with all slices;
- * 0: not a shape for it. */
-int choose_groups(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 32, MOST_SLICES_BY_4 = 30, MOST_SLICES_BY_2 = 66 };
+/* Whether the fused kernel is made for such a shape. */
+bool has_fused_shape(const problem &problem) {
+    enum { MOST_SLOTS_SPARSE = 32, MOST_SLICES = 100 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
-    if (!problem.tuned || problem.type == F32 || problem.tokens == 0 || problem.tokens > MOST_TOKENS_FUSED ||
-        problem.experts == 0 || problem.experts > (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) ||
-        (!softmax && problem.top_k > MOST_SLOTS_SPARSE) || problem.hidden == 0 || problem.hidden % 8 != 0)
-        return 0;
-    const int64_t slices = divide_up(problem.hidden, FUSED_COLUMNS);
-    return slices <= MOST_SLICES_BY_4 ? 4 : slices <= MOST_SLICES_BY_2 ? 2 : 0;
+    return problem.tuned && problem.type != F32 && problem.tokens > 0 && problem.tokens <= MOST_TOKENS_FUSED &&
+           problem.experts > 0 && problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
+           (softmax || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
+           divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES;
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */
@@ -198,7 +193,7 @@ bool is_mapped(const rows &matrix, int64_t columns) {
 }
 
 bool fuses(const problem &problem) {
-    return choose_groups(problem) && problem.grad_hidden.data && problem.grad_weight.data &&
+    return has_fused_shape(problem) && problem.grad_hidden.data && problem.grad_weight.data &&
            problem.grad_hidden.type == problem.type && is_mapped(problem.hidden_states, problem.hidden) &&
            is_mapped(problem.weight, problem.hidden) && is_mapped(problem.grad_hidden, problem.hidden);
 }
@@ -211,14 +206,13 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
     const int64_t tokens = problem.tokens;
     if (tokens == 0 || tiles == 0)
         return STEP;
-    int64_t splits = problem.groups;
-    if (!splits) {
-        splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
-        if (splits > divide_up(tokens, FEWEST))
-            splits = divide_up(tokens, FEWEST);
-        if (splits < divide_up(tokens, LONGEST_CHAIN))
-            splits = divide_up(tokens, LONGEST_CHAIN);
-    }
+    if (has_fused_shape(problem))
+        return LONGEST_CHAIN;
+    int64_t splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
+    if (splits > divide_up(tokens, FEWEST))
+        splits = divide_up(tokens, FEWEST);
+    if (splits < divide_up(tokens, LONGEST_CHAIN))
+        splits = divide_up(tokens, LONGEST_CHAIN);
     return round_up(divide_up(tokens, splits), STEP);
 }
 
@@ -226,7 +220,6 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
 size_t lay_out(problem *problem, bool fused) {
     parts parts;
     problem->fused = fused;
-    problem->groups = choose_groups(*problem);
     problem->entries = 0;
     if (fused && problem->operation == MOER_SIGMOID_TOPK_BACKWARD)
         problem->entries = round_up(problem->top_k > 0 ? problem->top_k : 1, 4);
@@ -397,7 +390,7 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     for (bool tuned : {false, true})
         for (bool fused : {false, true}) {
             problem.tuned = tuned;
-            const size_t size = !fused || choose_groups(problem) ? lay_out(&problem, fused) : 0;
+            const size_t size = !fused || has_fused_shape(problem) ? lay_out(&problem, fused) : 0;
             *bytes = *bytes > size ? *bytes : size;
         }
     return MOER_OK;

@@ -37,7 +37,8 @@ struct problem {
     char *logits; /* G in the workspace: T, [tokens][logits_stride], zero beyond E */
     int logits_stride;
     bool wide_ids, accumulate;
-    bool whole_rows; /* the fused kernel may store the weight gradient by chunks */
+    bool whole_rows;                 /* the fused kernel may store the weight gradient by chunks */
+    int weight_blocks, weight_parts; /* of it: how many make that, and in how many parts the experts */
     /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory, or, if a
      * token has so many entries, just those: where it lies in the tile, or NO_ENTRY, in the lower half of a word, and G
      * in the upper. */
@@ -61,7 +62,6 @@ struct problem {
     struct rows hidden_states, weight;
     int64_t hidden;
     int64_t split_tokens, splits; /* of the weight gradient's sums */
-    int groups;                   /* for the fused kernel; the last may have no tokens. 0: no shape for it */
     struct typed_rows grad_hidden, grad_weight;
 
     /* In the workspace: partial sums of the weight gradient, [splits][partial_rows][partial_stride], whole tiles of
@@ -80,10 +80,11 @@ enum {
     TILE_COLUMNS = 128,
     TILE_TOKENS = 64,
     FUSED_LOGITS_MULTIPLE = 64,
-    FUSED_COLUMNS = 80,
+    FUSED_COLUMNS = 64,
     FUSED_EXPERTS = 128, /* at most, and where G comes as entries */
     FUSED_EXPERTS_SPARSE = 160,
-    NO_ENTRY = 0xffff
+    NO_ENTRY = 0xffff,
+    LONGEST_CHAIN = 2048 /* tokens */
 };
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {

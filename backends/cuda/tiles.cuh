@@ -103,7 +103,7 @@ struct async_tile : async_layout {
         }
         begun = 1;
         wgmma_commit();
-        wgmma_wait();
+        wgmma_wait<0>();
         hold(sums);
     }
 

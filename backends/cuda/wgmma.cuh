@@ -29,8 +29,9 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 /* wgmma.mma_async.m64nNk16 (9.7.15.5.2): sums = a b, or += where add is not 0; float32 sums. TERM_ROWS_A: a's rows in

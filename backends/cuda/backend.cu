@@ -233,7 +233,7 @@ size_t lay_out(problem *problem, bool fused) {
     problem->splits = divide_up(problem->tokens, problem->split_tokens);
     const int64_t row =
         problem->entries ? problem->entries * 4 : problem->logits_stride * (problem->type == F32 ? 4 : 2);
-    parts.add(&problem->logits, (fused ? round_up(problem->tokens, TILE_TOKENS) : problem->tokens) * row);
+    parts.add(&problem->logits, (fused ? round_up(problem->tokens, PADDED_TOKENS) : problem->tokens) * row);
     parts.add(&problem->partials, !fused && problem->grad_weight.data
                                       ? problem->splits * problem->partial_rows * problem->partial_stride * 4
                                       : 0);

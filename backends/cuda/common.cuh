@@ -38,7 +38,6 @@ struct problem {
     int logits_stride;
     bool wide_ids, accumulate;
     bool whole_rows;                 /* the fused kernel may store the weight gradient by chunks */
-    int weight_blocks, weight_parts; /* of it: how many make that, and in how many parts the experts */
     /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory, or, if a
      * token has so many entries, just those: where it lies in the tile, or NO_ENTRY, in the lower half of a word, and G
      * in the upper. */
@@ -79,6 +78,7 @@ enum {
     LOGITS_MULTIPLE = 32,
     TILE_COLUMNS = 128,
     TILE_TOKENS = 64,
+    PADDED_TOKENS = 128, /* the fused kernel takes two tiles at once */
     FUSED_LOGITS_MULTIPLE = 64,
     FUSED_COLUMNS = 64,
     FUSED_EXPERTS = 128, /* at most, and where G comes as entries */

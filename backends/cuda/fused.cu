@@ -37,13 +37,22 @@ template <int MOST_EXPERTS, bool SPARSE_LOGITS>
 struct shape {
     static constexpr int EXPERTS = MOST_EXPERTS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
     static constexpr bool SPARSE = SPARSE_LOGITS;
-    static constexpr int LOADERS = SPARSE ? 128 : 64;
+    static constexpr int LOADERS = SPARSE ? 128 : WARP;
     static constexpr int WARPGROUPS = BLOCKS > TURNS ? BLOCKS : TURNS;
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = SPARSE ? 640 : 512; /* registers: 96 or 128 */
     static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
-    static constexpr int ENTRY_SLOTS = 4; /* for tiles of entries */
-    static constexpr int ROOM = (SPARSE ? 208 : 216) * 1024 - 1024, BYTES = ROOM + MOST_BARRIERS * 8;
+    static constexpr int ENTRY_SLOTS = 4;       /* for tiles of entries */
+    static constexpr int STEP = SPARSE ? 1 : 2; /* a weight block's, in tiles: short ones wait for one another */
+    static constexpr int ROOM = 215 * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
+};
+
+/* How the blocks share the work: first those of the weight gradient, of so many parts of the experts; then those of
+ * grad_hidden_states, each of so many items, and the first so many of one more. */
+struct shares {
+    int weight_blocks, parts;
+    int tiles; /* of tokens */
+    int items, rest;
 };
 
 /* Tensor maps, of panels of 64 columns. */
@@ -53,6 +62,12 @@ struct maps {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+/* What is the same for a warp, so that the compiler knows it: descriptors of products that lie in uniform registers
+ * from the first do not wait for one another. */
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(0xffffffffu, value, 0);
+}
+
 /* ---- Rings ---- */
 
 /* Slots in shared memory, and two barriers for each: full, then empty. */
@@ -60,11 +75,13 @@ struct ring {
     uint32_t slots, barriers;
     int bytes, count;
 
+    /* A warp each takes its share: what many lanes do to barriers, they do one after the other. */
     __device__ __forceinline__ void init(int producers, int consumers) const {
-        for (int slot = 0; slot < count; slot++) {
-            barrier_init(barriers + slot * 16, producers);
-            barrier_init(barriers + slot * 16 + 8, consumers);
-        }
+        if (threadIdx.x % WARP == 0)
+            for (int slot = threadIdx.x / WARP; slot < count; slot += blockDim.x / WARP) {
+                barrier_init(barriers + slot * 16, producers);
+                barrier_init(barriers + slot * 16 + 8, consumers);
+            }
     }
 };
 
@@ -114,11 +131,18 @@ struct sums_of : async_layout {
     __device__ __forceinline__ void clear() {
         memset(sums, 0, sizeof sums);
     }
+    __device__ __forceinline__ void add(const sums_of &more) {
+#pragma unroll
+        for (int i = 0; i < ACROSS; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                sums[0][i][j] = __fadd_rn(sums[0][i][j], more.sums[0][i][j]);
+    }
 };
 
 /* ---- Either block ---- */
 
-/* What a block works on: steps, of which each needs a tile of G. */
+/* What a block works on: steps, of which each needs a tile of G, or two. */
 struct job {
     int first, steps, tiles; /* step i's is tile (first + i) % tiles */
     ring logits;
@@ -128,25 +152,22 @@ struct job {
     }
 };
 
-/* Tiles of G, or so many of their bytes from an offset on. */
-template <typename shape>
-__device__ __forceinline__ void load_logits(const job &job, const char *logits, int offset, int thread) {
-    const char *from = logits + offset + thread * CHUNK_BYTES;
+/* So many tiles of G a step, or so many bytes of each, by a single thread. */
+template <typename shape, int TOGETHER>
+__device__ __forceinline__ void load_logits(const job &job, const char *logits, int bytes) {
     place at(job.logits);
     wait_for_last_kernel();
     int tile = job.first;
 #pragma unroll 1
     for (int i = 0; i < job.steps; i++, at.advance()) {
-        const char *tile_from = from + static_cast<int64_t>(tile) * shape::LOGITS_BYTES;
-        const uint32_t to = at.memory() + thread * CHUNK_BYTES;
         at.wait_empty();
-#pragma unroll 4
-        for (int j = 0; j < job.logits.bytes; j += shape::LOADERS * CHUNK_BYTES)
-            copy_async(to + j, tile_from + j);
-        barrier_arrive_when_copied(at.full());
-        tile = tile + 1 == job.tiles ? 0 : tile + 1;
+        barrier_arrive_expecting(at.full(), TOGETHER * bytes);
+#pragma unroll
+        for (int j = 0; j < TOGETHER; j++)
+            copy_bulk(at.memory() + j * bytes, logits + static_cast<int64_t>(tile + j) * shape::LOGITS_BYTES, bytes,
+                      at.full());
+        tile = tile + TOGETHER >= job.tiles ? 0 : tile + TOGETHER;
     }
-    copy_async_wait_all();
 }
 
 /* Writes entries into a tile of G, or zeros where those were. */
@@ -195,7 +216,9 @@ __device__ __forceinline__ void make_logits(const job &job, const problem &probl
             for (int j = first + SHARE; j < chunks; j += SHARE)
                 put_entries(to, __ldcg(entries + job.tile(i + s) * tile + j), false);
             fence_asynchronous();
-            barrier_arrive(at.full());
+            __syncwarp();
+            if (thread % WARP == 0)
+                barrier_arrive(at.full());
             last[s] = next[s];
             if (i + s + SLOTS < steps)
                 next[s] = __ldcg(entries + job.tile(i + s + SLOTS) * tile + first);
@@ -216,94 +239,91 @@ __device__ __noinline__ void store_apart(const problem &problem, int64_t expert,
 }
 
 template <typename T, typename shape>
-__device__ __forceinline__ void weight_block(const problem &problem, const maps &maps, uint32_t shared) {
-    const int parts = problem.weight_parts, blocks = shape::BLOCKS / parts; /* of experts; a warpgroup each */
-    const int part = static_cast<int>(blockIdx.x) % parts,
-              column = static_cast<int>(blockIdx.x) / parts * PANEL_COLUMNS;
+__device__ __forceinline__ void weight_block(const shares &shares, const problem &problem, const maps &maps,
+                                             uint32_t shared) {
+    /* A part is all blocks of 64 experts, or one; a warpgroup each. */
+    const bool apart = shares.parts > 1;
+    const int blocks = apart ? 1 : shape::BLOCKS, part = apart ? static_cast<int>(blockIdx.x) % shape::BLOCKS : 0;
+    const int column = static_cast<int>(blockIdx.x) / (apart ? shape::BLOCKS : 1) * PANEL_COLUMNS;
+    constexpr int STEP = shape::STEP, PART_SLOTS = shape::ROOM / (STEP * (HIDDEN_BYTES + BLOCK_BYTES)),
+                  ALL_SLOTS = shape::ROOM / (STEP * (HIDDEN_BYTES + shape::BLOCKS * BLOCK_BYTES));
+    const int part_bytes = blocks * BLOCK_BYTES;
     job job;
     job.first = 0;
-    job.tiles = job.steps = static_cast<int>((problem.tokens + TOKENS - 1) / TOKENS);
+    job.tiles = shares.tiles;
+    job.steps = (shares.tiles + STEP - 1) / STEP;
     ring hidden;
-    job.logits.slots = shared;
-    job.logits.bytes = shape::SPARSE ? shape::LOGITS_BYTES : blocks * BLOCK_BYTES;
-    job.logits.count = shape::SPARSE                       ? shape::ENTRY_SLOTS
-                       : 96 * 1024 / job.logits.bytes < 10 ? 96 * 1024 / job.logits.bytes
-                                                           : 10;
-    hidden.slots = shared + job.logits.count * job.logits.bytes;
-    hidden.bytes = HIDDEN_BYTES;
-    hidden.count = (shape::ROOM - job.logits.count * job.logits.bytes) / HIDDEN_BYTES;
-    hidden.count = hidden.count < 20 ? hidden.count : 20;
-    job.logits.barriers = shared + shape::ROOM;
-    hidden.barriers = job.logits.barriers + job.logits.count * 16;
-    const int role = threadIdx.x / WARPGROUP, thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
-    const bool leads = thread == shape::LOADERS;
-    if (leads) {
-        prefetch_map(maps.hidden_states);
-        job.logits.init(shape::LOADERS, blocks * (WARPGROUP / WARP));
-        hidden.init(1, blocks * (WARPGROUP / WARP));
-        barrier_init_done();
+    hidden.slots = shared;
+    hidden.barriers = shared + shape::ROOM;
+    if (shape::SPARSE) {
+        hidden.bytes = STEP * HIDDEN_BYTES;
+        hidden.count = (shape::ROOM - shape::ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
+        job.logits.slots = shared + hidden.count * hidden.bytes;
+        job.logits.bytes = shape::LOGITS_BYTES;
+        job.logits.count = shape::ENTRY_SLOTS;
+        job.logits.barriers = hidden.barriers + hidden.count * 16;
+    } else { /* G in the same ring, behind hidden states */
+        hidden.bytes = STEP * (HIDDEN_BYTES + part_bytes);
+        hidden.count = apart ? PART_SLOTS : ALL_SLOTS;
+        job.logits = hidden;
+        job.logits.slots += STEP * HIDDEN_BYTES;
     }
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const bool leads = thread == shape::LOADERS;
+    if (leads)
+        prefetch_map(maps.hidden_states);
+    hidden.init(shape::SPARSE ? 1 : 2, blocks * (WARPGROUP / WARP));
+    if (shape::SPARSE)
+        job.logits.init(shape::LOADERS / WARP, blocks * (WARPGROUP / WARP));
+    barrier_init_done();
     __syncthreads();
-    if (leads) {
-        place at(hidden);
-#pragma unroll 1
-        for (int i = 0; i < job.steps; i++, at.advance()) {
-            at.wait_empty();
-            barrier_arrive_expecting(at.full(), HIDDEN_BYTES);
-            copy_box(at.memory(), maps.hidden_states, column, i * TOKENS, at.full());
-        }
-    } else if (thread >= 0 && thread < shape::LOADERS) {
-        if constexpr (shape::SPARSE)
-            make_logits<shape>(job, problem, thread);
-        else
-            load_logits<shape>(job, problem.logits, part * blocks * BLOCK_BYTES, thread);
-    } else if (role < blocks) {
+    if (role < shape::WARPGROUPS) {
+        if (role >= blocks)
+            return;
         sums_of<PANEL_COLUMNS> chain, total;
         total.clear();
         chain.clear();
         const int block = part * blocks + role;
         const uint32_t offset = (shape::SPARSE ? block : role) * BLOCK_BYTES;
+        const matrix first_a = matrix_at(job.logits.slots + offset, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64),
+                     first_b = matrix_at(hidden.slots, 8 * B_PANEL, 0, SWIZZLE_128);
         place logits(job.logits), hidden_states(hidden), last_logits(job.logits), last_hidden(hidden);
 #pragma unroll 1
         for (int i = 0; i < job.steps; i++) {
-            logits.wait_full();
+            if (shape::SPARSE)
+                logits.wait_full();
             hidden_states.wait_full();
-            fence_asynchronous();
-            const uint32_t a = logits.memory() + offset, b = hidden_states.memory();
-            const int first = i % (LONGEST_CHAIN / TOKENS);
+            const matrix a = first_a + logits.slot * job.logits.bytes, b = first_b + hidden_states.slot * hidden.bytes;
+            const int first = i % (LONGEST_CHAIN / TOKENS / STEP);
             if (first == 0 && i > 0) {
                 wgmma_wait<0>();
                 hold(chain.sums);
-#pragma unroll
-                for (int j = 0; j < chain.ACROSS; j++)
-#pragma unroll
-                    for (int k = 0; k < 4; k++)
-                        total.sums[0][j][k] = __fadd_rn(total.sums[0][j][k], chain.sums[0][j][k]);
+                total.add(chain);
                 hold(chain.sums);
             }
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < TOKENS / 16; k++)
-                wgmma<true>(chain.sums[0], matrix_at(a + k * 16 * A_PANEL, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64),
-                            matrix_at(b + k * 16 * B_PANEL, 8 * B_PANEL, 0, SWIZZLE_128), k > 0 ? 1 : first, T());
+            for (int j = 0; j < STEP; j++)
+#pragma unroll
+                for (int k = 0; k < TOKENS / 16; k++)
+                    wgmma<true>(chain.sums[0], a + j * part_bytes + k * 16 * A_PANEL,
+                                b + (j * HIDDEN_BYTES + k * 16 * B_PANEL), j + k > 0 ? 1 : first, T());
             wgmma_commit();
             wgmma_wait<1>();
             if (i > 0) {
-                last_logits.release();
                 last_hidden.release();
-                last_logits.advance();
                 last_hidden.advance();
+                if (shape::SPARSE) {
+                    last_logits.release();
+                    last_logits.advance();
+                }
             }
             logits.advance();
             hidden_states.advance();
         }
         wgmma_wait<0>();
         hold(chain.sums);
-#pragma unroll
-        for (int j = 0; j < chain.ACROSS; j++)
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                total.sums[0][j][k] = __fadd_rn(total.sums[0][j][k], chain.sums[0][j][k]);
+        total.add(chain);
         if (problem.whole_rows) {
             store_sectors<T>(total, problem.grad_weight, block * BLOCK, problem.experts, column, problem.hidden);
             return;
@@ -318,23 +338,35 @@ __device__ __forceinline__ void weight_block(const problem &problem, const maps 
                 if (row < problem.experts && at < problem.hidden)
                     store_apart(problem, row, at, total.sums[0][j][2 * half], total.sums[0][j][2 * half + 1]);
             }
+        return;
+    }
+    if (leads) {
+        place at(hidden);
+#pragma unroll 1
+        for (int i = 0; i < job.steps; i++, at.advance()) {
+            at.wait_empty();
+            barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
+            copy_box(at.memory(), maps.hidden_states, column, i * STEP * TOKENS, at.full());
+        }
+    } else if (thread >= 0 && thread < shape::LOADERS) {
+        if constexpr (shape::SPARSE)
+            make_logits<shape>(job, problem, thread);
+        else if (thread == 0)
+            load_logits<shape, STEP>(job, problem.logits + part * BLOCK_BYTES, part_bytes);
     }
 }
 
 /* ---- Hidden blocks ---- */
 
 template <typename T, typename shape>
-__device__ __forceinline__ void hidden_block(const problem &problem, const maps &maps, uint32_t shared, int number,
-                                             int count) {
-    const int tiles = static_cast<int>((problem.tokens + TOKENS - 1) / TOKENS);
-    const int slices = static_cast<int>((problem.hidden + HIDDEN_COLUMNS - 1) / HIDDEN_COLUMNS);
-    const int64_t items = static_cast<int64_t>(tiles) * slices;
-    const int64_t begin = items * number / count;
-    const int steps = static_cast<int>(items * (number + 1) / count - begin);
-    const int first_slice = static_cast<int>(begin / tiles);
+__device__ __forceinline__ void hidden_block(const shares &shares, const problem &problem, const maps &maps,
+                                             uint32_t shared, int number) {
+    const int tiles = shares.tiles, steps = shares.items + (number < shares.rest);
+    const unsigned begin = number * shares.items + (number < shares.rest ? number : shares.rest);
+    const int first_slice = static_cast<int>(begin / static_cast<unsigned>(tiles));
     job job;
     job.tiles = tiles;
-    job.first = static_cast<int>(begin % tiles);
+    job.first = static_cast<int>(begin) - first_slice * tiles;
     job.steps = steps;
     ring gate, results;
     gate.slots = shared;
@@ -352,60 +384,28 @@ __device__ __forceinline__ void hidden_block(const problem &problem, const maps 
     gate.barriers = shared + shape::ROOM;
     results.barriers = gate.barriers + gate.count * 16;
     job.logits.barriers = results.barriers + results.count * 16;
-    const int role = threadIdx.x / WARPGROUP, thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
     const bool leads = thread == shape::LOADERS;
-    const int last_slice = steps > 0 ? static_cast<int>((begin + steps - 1) / tiles) : first_slice - 1;
+    const int last_slice = steps > 0 ? first_slice + (job.first + steps - 1) / tiles : first_slice - 1;
     if (leads) {
         prefetch_map(maps.weight);
         prefetch_map(maps.grad_hidden);
-        gate.init(1, TURNS * (WARPGROUP / WARP));
-        results.init(WARPGROUP / WARP, 1);
-        job.logits.init(shape::LOADERS, WARPGROUP / WARP);
-        barrier_init_done();
     }
+    gate.init(1, TURNS * (WARPGROUP / WARP));
+    results.init(WARPGROUP / WARP, 1);
+    job.logits.init(shape::SPARSE ? shape::LOADERS / WARP : 1, WARPGROUP / WARP);
+    barrier_init_done();
     __syncthreads();
-    if (leads) {
-        place at(gate);
-#pragma unroll 1
-        for (int slice = first_slice; slice <= last_slice; slice++, at.advance()) {
-            at.wait_empty();
-            barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
-                         slice * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
-        }
-    } else if (thread >= 0 && thread < shape::LOADERS) {
-        if constexpr (shape::SPARSE)
-            make_logits<shape>(job, problem, thread);
-        else
-            load_logits<shape>(job, problem.logits, 0, thread);
-    } else if (thread == shape::LOADERS + WARP) {
-        place at(results), last(results);
-        int slice = first_slice, tile = job.first;
-#pragma unroll 1
-        for (int i = 0; i < steps; i++, at.advance()) {
-            at.wait_full();
-            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS, tile * TOKENS, at.memory());
-            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + PANEL_COLUMNS, tile * TOKENS,
-                      at.memory() + TOKENS * B_PANEL);
-            if (i > 1) {
-                store_bulk_wait<4>();
-                barrier_arrive(last.empty());
-                last.advance();
-            }
-            if (++tile == tiles) {
-                tile = 0;
-                slice++;
-            }
-        }
-        store_bulk_wait<0>();
-    } else if (role < TURNS && role < steps) {
+    if (role < shape::WARPGROUPS) {
+        if (role >= TURNS || role >= steps)
+            return;
         const int lane = threadIdx.x % WARP;
         sums_of<HIDDEN_COLUMNS> result;
         result.clear();
         const int row = result.first_row() + lane % 16; /* a lane's, of stores */
         const uint32_t row_at = row * B_PANEL;
+        const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
+                     first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
         place logits(job.logits), to(results), weight(gate);
         if (role == 1) {
             logits.advance();
@@ -421,16 +421,13 @@ __device__ __forceinline__ void hidden_block(const problem &problem, const maps 
                 weight.wait_full();
             }
             logits.wait_full();
-            fence_asynchronous();
-            const uint32_t a = logits.memory(), b = weight.memory();
+            const matrix a = first_a + logits.slot * shape::LOGITS_BYTES, b = first_b + weight.slot * shape::GATE_BYTES;
             hold(result.sums);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < shape::EXPERTS / 16; k++)
-                wgmma<false>(result.sums[0],
-                             matrix_at(a + k / 2 * TOKENS * A_PANEL + k % 2 * A_PANEL / 2, 8 * A_PANEL, 0, SWIZZLE_64),
-                             matrix_at(b + k * 16 * B_PANEL, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128), k > 0,
-                             T());
+                wgmma<false>(result.sums[0], a + (k / 2 * TOKENS * A_PANEL + k % 2 * A_PANEL / 2), b + k * 16 * B_PANEL,
+                             k > 0, T());
             wgmma_commit();
             wgmma_wait<0>();
             hold(result.sums);
@@ -452,26 +449,64 @@ __device__ __forceinline__ void hidden_block(const problem &problem, const maps 
             to.advance(), to.advance();
         }
         /* The slices that are left have no item of this warpgroup's. */
+        return;
+    }
+    if (leads) {
+        place at(gate);
+#pragma unroll 1
+        for (int slice = first_slice; slice <= last_slice; slice++, at.advance()) {
+            at.wait_empty();
+            barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
+                         slice * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
+        }
+    } else if (thread >= 0 && thread < shape::LOADERS) {
+        if constexpr (shape::SPARSE)
+            make_logits<shape>(job, problem, thread);
+        else if (thread == 0)
+            load_logits<shape, 1>(job, problem.logits, shape::LOGITS_BYTES);
+    } else if (thread == shape::LOADERS + WARP) {
+        place at(results), last(results);
+        int slice = first_slice, tile = job.first;
+#pragma unroll 1
+        for (int i = 0; i < steps; i++, at.advance()) {
+            at.wait_full();
+            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS, tile * TOKENS, at.memory());
+            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + PANEL_COLUMNS, tile * TOKENS,
+                      at.memory() + TOKENS * B_PANEL);
+            if (i > 1) {
+                store_bulk_wait<4>();
+                barrier_arrive(last.empty());
+                last.advance();
+            }
+            if (++tile == tiles) {
+                tile = 0;
+                slice++;
+            }
+        }
+        store_bulk_wait<0>();
     }
 }
 
 template <typename T, typename shape>
-__device__ __forceinline__ void fused(const problem &problem, const maps &maps, char *shared) {
-    const int weight_blocks = problem.weight_blocks;
-    if (blockIdx.x < weight_blocks)
-        weight_block<T, shape>(problem, maps, shared_address(shared));
+__device__ __forceinline__ void fused(const shares &shares, const problem &problem, const maps &maps, char *shared) {
+    const int number = static_cast<int>(blockIdx.x) - shares.weight_blocks;
+    if (number < 0)
+        weight_block<T, shape>(shares, problem, maps, shared_address(shared));
     else
-        hidden_block<T, shape>(problem, maps, shared_address(shared), blockIdx.x - weight_blocks,
-                               gridDim.x - weight_blocks);
+        hidden_block<T, shape>(shares, problem, maps, shared_address(shared), number);
 }
 #endif
 
 template <typename T, typename shape>
 __global__ void __launch_bounds__(shape::BOUND, 1)
-    fused_kernel(const __grid_constant__ problem problem, const __grid_constant__ maps maps) {
+    fused_kernel(const __grid_constant__ shares shares, const __grid_constant__ problem problem,
+                 const __grid_constant__ maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) char shared[];
-    fused<T, shape>(problem, maps, shared);
+    fused<T, shape>(shares, problem, maps, shared);
 #else
     __trap();
 #endif
@@ -499,23 +534,30 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     const typed_rows &out = problem.grad_weight;
     struct problem with = problem;
     with.whole_rows = !problem.accumulate && out.type == problem.type && is_aligned(out, 2);
+    /* As many blocks as there are multiprocessors, or some more. */
     const int processors = attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t slices = divide_up(problem.hidden, PANEL_COLUMNS);
-    with.weight_parts = slices * shape::BLOCKS <= processors / 2 ? shape::BLOCKS : 1;
-    with.weight_blocks = static_cast<int>(slices * with.weight_parts);
-    const int64_t rest = processors - with.weight_blocks;
-    const int64_t blocks = with.weight_blocks + (rest > processors / 4 ? rest : processors / 4);
+    const int slices = static_cast<int>(divide_up(problem.hidden, PANEL_COLUMNS));
+    shares shares{};
+    shares.parts = slices * shape::BLOCKS <= processors / 2 ? shape::BLOCKS : 1;
+    shares.weight_blocks = slices * shares.parts;
+    shares.tiles = static_cast<int>(divide_up(problem.tokens, TOKENS));
+    const int left = processors - shares.weight_blocks;
+    const int hidden_blocks = left > processors / 4 ? left : processors / 4;
+    const int items = static_cast<int>(divide_up(problem.hidden, HIDDEN_COLUMNS)) * shares.tiles;
+    shares.items = items / hidden_blocks;
+    shares.rest = items % hidden_blocks;
+    const int64_t blocks = shares.weight_blocks + hidden_blocks;
     auto kernel = fused_kernel<T, shape>;
     maps maps;
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape::BYTES);
     if (error == cudaSuccess)
-        error =
-            make_map(&maps.hidden_states, problem.type, problem.hidden_states, problem.tokens, problem.hidden, TOKENS);
+        error = make_map(&maps.hidden_states, problem.type, problem.hidden_states, problem.tokens, problem.hidden,
+                         shape::STEP * TOKENS);
     if (error == cudaSuccess)
         error = make_map(&maps.weight, problem.type, problem.weight, problem.experts, problem.hidden, shape::EXPERTS);
     if (error == cudaSuccess)
         error = make_map(&maps.grad_hidden, problem.type, problem.grad_hidden, problem.tokens, problem.hidden, TOKENS);
-    return error == cudaSuccess ? launch_early(kernel, blocks, shape::THREADS, shape::BYTES, stream, with, maps)
+    return error == cudaSuccess ? launch_early(kernel, blocks, shape::THREADS, shape::BYTES, stream, shares, with, maps)
                                 : error;
 }
 

@@ -94,10 +94,10 @@ bool in_groups(const input &rows, int experts) {
            reinterpret_cast<uintptr_t>(rows.data) % (GROUP * sizeof(V)) == 0;
 }
 
-/* Rows of G, with those that fill up the last tile. */
+/* Rows of G, with those that fill up the last tiles. */
 template <typename Token>
 __host__ __device__ __forceinline__ Token rows_of_logits(bool fused, Token tokens) {
-    return fused ? (tokens + TILE_TOKENS - 1) / TILE_TOKENS * TILE_TOKENS : tokens;
+    return fused ? (tokens + PADDED_TOKENS - 1) / PADDED_TOKENS * PADDED_TOKENS : tokens;
 }
 
 /* Stores a lane's part of a row of G, which ends in zeros. */

@@ -29,10 +29,6 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ void copy_async_wait_all() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
 __device__ __forceinline__ void store_shared(uint32_t to, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
@@ -137,6 +133,13 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
 /* prefetch.tensormap (9.7.9.16): a map will be needed soon. */
 __device__ __forceinline__ void prefetch_map(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+/* cp.async.bulk (9.7.9.25.4.1): bytes side by side, a multiple of 16. */
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
 }
 
 /* cp.async.bulk.tensor (9.7.9.27.1): a box of a matrix, from a column and a row on. What does not exist is zeros, and

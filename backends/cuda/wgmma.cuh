@@ -6,14 +6,26 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-enum swizzle : uint64_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
+enum swizzle : uint32_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
 
-/* A matrix descriptor (9.7.15.5.1.2.2): where it begins, and what lies how many bytes apart. along: blocks of 8 rows
- * where rows are the terms' (K-major: 8 rows of the matrix). across: panels of a swizzle's width, for matrices whose
- * rows are terms. Panels begin at multiples of 8 rows. */
-__device__ __forceinline__ uint64_t matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
-    return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(across >> 4) << 16 |
-           static_cast<uint64_t>(along >> 4) << 32 | swizzle << 62;
+/* A matrix descriptor (9.7.15.5.1.2.2). The next matrix is an addition away: a product waits for all that is done to
+ * its descriptors, so they are made beforehand, of what is the same for a warp. */
+struct matrix {
+    uint32_t low, high;
+
+    __device__ __forceinline__ matrix operator+(int bytes) const {
+        return {low + bytes / 16, high};
+    }
+    __device__ __forceinline__ operator uint64_t() const {
+        return static_cast<uint64_t>(high) << 32 | low;
+    }
+};
+
+/* Where it begins, and what lies how many bytes apart. along: blocks of 8 rows where rows are the terms' (K-major: 8
+ * rows of the matrix). across: panels of a swizzle's width, for matrices whose rows are terms. Panels begin at
+ * multiples of 8 rows. */
+__device__ __forceinline__ matrix matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
+    return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | swizzle << 30};
 }
 
 /* What threads have written to shared memory, the asynchronous instructions shall read. */

@@ -88,9 +88,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
         return launch_with<T, 4>(problem, stream);
     if (problem.entries <= 8)
         return launch_with<T, 8>(problem, stream);
-    if (problem.entries <= 16)
-        return launch_with<T, 16>(problem, stream);
-    return launch_with<T, 32>(problem, stream);
+    return launch_with<T, 16>(problem, stream);
 }
 
 } // namespace moer_entries

@@ -29,6 +29,7 @@ enum {
     HIDDEN_BYTES = TOKENS * B_PANEL,
     RESULT_BYTES = TOKENS * HIDDEN_COLUMNS * 2,
     BLOCK_BYTES = TOKENS * BLOCK * 2, /* of a tile of G */
+    ENTRIES_ROOM = 12 * 1024,         /* two tiles of 16 entries a token, at least */
     MOST_BARRIERS = 64
 };
 
@@ -42,9 +43,9 @@ struct shape {
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = SPARSE ? 640 : 512; /* registers: 96 or 128 */
     static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
-    static constexpr int ENTRY_SLOTS = 4;       /* for tiles of entries */
-    static constexpr int STEP = SPARSE ? 1 : 2; /* a weight block's, in tiles: short ones wait for one another */
-    static constexpr int ROOM = 215 * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
+    static constexpr int ENTRY_SLOTS = 4, TEAMS = 2; /* for tiles of entries */
+    static constexpr int STEP = SPARSE ? 1 : 2;      /* a weight block's, in tiles: short ones wait for one another */
+    static constexpr int ROOM = (SPARSE ? 221 : 215) * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
 };
 
 /* How the blocks share the work: first those of the weight gradient, of so many parts of the experts; then those of
@@ -177,51 +178,82 @@ __device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool z
             store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
 }
 
-/* G from its entries. Neighbouring threads have a token of each tile, and every other four entries: they clear what
- * they wrote into the slot before, and write what there is now. Each thread's first four are loaded so many tiles ahead
- * as there are slots, and kept as long. */
+/* A ring for entries of tiles, with an even number of slots: each is one team's. */
+__device__ __forceinline__ ring entries_ring(const problem &problem, uint32_t slots, uint32_t barriers) {
+    const int bytes = TOKENS * 4 * problem.entries;
+    return {slots, barriers, bytes, bytes <= ENTRIES_ROOM / 6 ? 6 : bytes <= ENTRIES_ROOM / 4 ? 4 : 2};
+}
+
+/* Entries of a tile of G, by a single thread. */
+__device__ __forceinline__ void copy_entries(const place &at, const problem &problem, int tile) {
+    const int bytes = at.around.bytes;
+    at.wait_empty();
+    barrier_arrive_expecting(at.full(), bytes);
+    copy_bulk(at.memory(), problem.logits + static_cast<int64_t>(tile) * bytes, bytes, at.full());
+}
+
+/* G from its entries, by teams of a thread a token, which take turns. They clear what they wrote into the slot before,
+ * and write what there is now. Each thread keeps its first eight of those: what it loaded from global memory, the fence
+ * would wait for. */
 template <typename shape>
-__device__ __forceinline__ void make_logits(const job &job, const problem &problem, int thread) {
-    constexpr int SLOTS = shape::ENTRY_SLOTS, SHARE = shape::LOADERS / TOKENS;
-    const int chunks = problem.entries / 4, first = thread % SHARE;
-    const int64_t tile = static_cast<int64_t>(TOKENS) * chunks;
-    const uint4 *entries =
-        reinterpret_cast<const uint4 *>(problem.logits) + static_cast<int64_t>(thread / SHARE) * chunks;
-    for (int i = thread * CHUNK_BYTES; i < SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
+__device__ __forceinline__ void make_logits(const job &job, const ring &entries, const problem &problem, int thread) {
+    constexpr int TEAMS = shape::TEAMS, SLOTS = shape::ENTRY_SLOTS / TEAMS, HELD = 2;
+    const int team = uniform(thread / TOKENS), chunks = problem.entries / 4;
+    const uint32_t own = thread % TOKENS * chunks * CHUNK_BYTES;
+    for (int i = thread * CHUNK_BYTES; i < shape::ENTRY_SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
         store_shared(job.logits.slots + i, {0, 0, 0, 0});
     synchronize(2, shape::LOADERS);
-    wait_for_last_kernel();
-    const int steps = first < chunks ? job.steps : 0; /* of which there are entries */
     const uint4 none = make_uint4(NO_ENTRY, NO_ENTRY, NO_ENTRY, NO_ENTRY);
-    uint4 next[SLOTS], last[SLOTS];
+    uint4 held[SLOTS][HELD];
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) {
-        last[s] = none;
-        next[s] = s < steps ? __ldcg(entries + job.tile(s) * tile + first) : none;
+    for (int s = 0; s < SLOTS; s++)
+#pragma unroll
+        for (int j = 0; j < HELD; j++)
+            held[s][j] = none;
+    place from(entries), to(job.logits);
+    if (team == 1) {
+        from.advance();
+        to.advance();
     }
-    place at(job.logits);
 #pragma unroll 1
-    for (int i = 0; i < job.steps; i += SLOTS)
+    for (int i = team; i < job.steps; i += TEAMS * SLOTS)
 #pragma unroll
-        for (int s = 0; s < SLOTS && i + s < job.steps; s++, at.advance()) {
-            const uint32_t to = at.memory();
-            at.wait_empty();
-            put_entries(to, last[s], true);
+        for (int s = 0; s < SLOTS; s++) {
+            const int step = i + s * TEAMS;
+            if (step >= job.steps)
+                break;
+            from.wait_full();
+            const uint32_t list = from.memory() + own;
+            to.wait_empty();
+            const uint32_t tile = to.memory();
+#pragma unroll
+            for (int j = 0; j < HELD; j++)
+                put_entries(tile, held[s][j], true);
 #pragma unroll 1
-            for (int j = first + SHARE; j < chunks && i > 0; j += SHARE)
-                put_entries(to, __ldcg(entries + job.tile(i + s - SLOTS) * tile + j), true);
-            __syncwarp();
-            put_entries(to, next[s], false);
+            for (int j = HELD; j < chunks && i >= TEAMS * SLOTS; j++)
+                put_entries(tile,
+                            __ldcg(reinterpret_cast<const uint4 *>(
+                                problem.logits + job.tile(step - TEAMS * SLOTS) * int64_t{entries.bytes} + own +
+                                j * CHUNK_BYTES)),
+                            true);
+#pragma unroll
+            for (int j = 0; j < HELD; j++) {
+                held[s][j] = j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
+                put_entries(tile, held[s][j], false);
+            }
 #pragma unroll 1
-            for (int j = first + SHARE; j < chunks; j += SHARE)
-                put_entries(to, __ldcg(entries + job.tile(i + s) * tile + j), false);
+            for (int j = HELD; j < chunks; j++)
+                put_entries(tile, load_words(list + j * CHUNK_BYTES), false);
             fence_asynchronous();
             __syncwarp();
-            if (thread % WARP == 0)
-                barrier_arrive(at.full());
-            last[s] = next[s];
-            if (i + s + SLOTS < steps)
-                next[s] = __ldcg(entries + job.tile(i + s + SLOTS) * tile + first);
+            if (thread % WARP == 0) {
+                barrier_arrive(to.full());
+                barrier_arrive(from.empty());
+            }
+            for (int j = 0; j < TEAMS; j++) {
+                from.advance();
+                to.advance();
+            }
         }
 }
 
@@ -252,16 +284,18 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
     job.first = 0;
     job.tiles = shares.tiles;
     job.steps = (shares.tiles + STEP - 1) / STEP;
-    ring hidden;
+    ring hidden, entries{};
     hidden.slots = shared;
     hidden.barriers = shared + shape::ROOM;
     if (shape::SPARSE) {
         hidden.bytes = STEP * HIDDEN_BYTES;
-        hidden.count = (shape::ROOM - shape::ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
+        hidden.count = (shape::ROOM - ENTRIES_ROOM - shape::ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
         job.logits.slots = shared + hidden.count * hidden.bytes;
         job.logits.bytes = shape::LOGITS_BYTES;
         job.logits.count = shape::ENTRY_SLOTS;
         job.logits.barriers = hidden.barriers + hidden.count * 16;
+        entries =
+            entries_ring(problem, shared + shape::ROOM - ENTRIES_ROOM, job.logits.barriers + job.logits.count * 16);
     } else { /* G in the same ring, behind hidden states */
         hidden.bytes = STEP * (HIDDEN_BYTES + part_bytes);
         hidden.count = apart ? PART_SLOTS : ALL_SLOTS;
@@ -273,8 +307,10 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
     if (leads)
         prefetch_map(maps.hidden_states);
     hidden.init(shape::SPARSE ? 1 : 2, blocks * (WARPGROUP / WARP));
-    if (shape::SPARSE)
-        job.logits.init(shape::LOADERS / WARP, blocks * (WARPGROUP / WARP));
+    if (shape::SPARSE) {
+        job.logits.init(TOKENS / WARP, blocks * (WARPGROUP / WARP));
+        entries.init(1, TOKENS / WARP);
+    }
     barrier_init_done();
     __syncthreads();
     if (role < shape::WARPGROUPS) {
@@ -348,9 +384,15 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
             barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
             copy_box(at.memory(), maps.hidden_states, column, i * STEP * TOKENS, at.full());
         }
+    } else if (shape::SPARSE && thread == shape::LOADERS + WARP) {
+        place at(entries);
+        wait_for_last_kernel();
+#pragma unroll 1
+        for (int i = 0; i < job.steps; i++, at.advance())
+            copy_entries(at, problem, i);
     } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
-            make_logits<shape>(job, problem, thread);
+            make_logits<shape>(job, entries, problem, thread);
         else if (thread == 0)
             load_logits<shape, STEP>(job, problem.logits + part * BLOCK_BYTES, part_bytes);
     }
@@ -368,7 +410,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     job.tiles = tiles;
     job.first = static_cast<int>(begin) - first_slice * tiles;
     job.steps = steps;
-    ring gate, results;
+    ring gate, results, entries{};
     gate.slots = shared;
     gate.bytes = shape::GATE_BYTES;
     gate.count = 2;
@@ -384,6 +426,9 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     gate.barriers = shared + shape::ROOM;
     results.barriers = gate.barriers + gate.count * 16;
     job.logits.barriers = results.barriers + results.count * 16;
+    if (shape::SPARSE)
+        entries =
+            entries_ring(problem, shared + shape::ROOM - ENTRIES_ROOM, job.logits.barriers + job.logits.count * 16);
     const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
     const bool leads = thread == shape::LOADERS;
     const int last_slice = steps > 0 ? first_slice + (job.first + steps - 1) / tiles : first_slice - 1;
@@ -393,7 +438,9 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     }
     gate.init(1, TURNS * (WARPGROUP / WARP));
     results.init(WARPGROUP / WARP, 1);
-    job.logits.init(shape::SPARSE ? shape::LOADERS / WARP : 1, WARPGROUP / WARP);
+    job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, WARPGROUP / WARP);
+    if (shape::SPARSE)
+        entries.init(1, TOKENS / WARP);
     barrier_init_done();
     __syncthreads();
     if (role < shape::WARPGROUPS) {
@@ -452,19 +499,38 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
         return;
     }
     if (leads) {
-        place at(gate);
-#pragma unroll 1
-        for (int slice = first_slice; slice <= last_slice; slice++, at.advance()) {
+        place at(gate), list(entries);
+        int tile = job.first, slice = first_slice, next = first_slice;
+        const auto copy_gate = [&] {
             at.wait_empty();
             barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
-                         slice * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
+                         next * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
+            at.advance();
+            next++;
+        };
+        while (next <= last_slice && next <= first_slice + 1)
+            copy_gate();
+        if (shape::SPARSE)
+            wait_for_last_kernel();
+#pragma unroll 1
+        for (int i = 0; i < steps; i++) {
+            if (shape::SPARSE) {
+                copy_entries(list, problem, tile);
+                list.advance();
+            }
+            if (next <= last_slice && next <= slice + 1)
+                copy_gate();
+            if (++tile == tiles) {
+                tile = 0;
+                slice++;
+            }
         }
     } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
-            make_logits<shape>(job, problem, thread);
+            make_logits<shape>(job, entries, problem, thread);
         else if (thread == 0)
             load_logits<shape, 1>(job, problem.logits, shape::LOGITS_BYTES);
     } else if (thread == shape::LOADERS + WARP) {

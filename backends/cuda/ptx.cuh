@@ -51,6 +51,15 @@ __device__ __forceinline__ float4 load_shared(uint32_t from) {
     return value;
 }
 
+__device__ __forceinline__ uint4 load_words(uint32_t from) {
+    uint4 value;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(from)
+                 : "memory");
+    return value;
+}
+
 /* ldmatrix (9.7.14.5.15): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

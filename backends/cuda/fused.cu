@@ -25,7 +25,6 @@ enum {
     PANEL_COLUMNS = B_PANEL / 2,
     HIDDEN_COLUMNS = 2 * PANEL_COLUMNS, /* of an item */
     WARPGROUP = 128,
-    TURNS = 2,
     HIDDEN_BYTES = TOKENS * B_PANEL,
     RESULT_BYTES = TOKENS * HIDDEN_COLUMNS * 2,
     BLOCK_BYTES = TOKENS * BLOCK * 2, /* of a tile of G */
@@ -39,12 +38,14 @@ struct shape {
     static constexpr int EXPERTS = MOST_EXPERTS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
     static constexpr bool SPARSE = SPARSE_LOGITS;
     static constexpr int LOADERS = SPARSE ? 128 : WARP;
-    static constexpr int WARPGROUPS = BLOCKS > TURNS ? BLOCKS : TURNS;
+    static constexpr int WARPGROUPS = BLOCKS > 2 ? BLOCKS : 2, TURNS = WARPGROUPS;
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = SPARSE ? 640 : 512; /* registers: 96 or 128 */
     static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
     static constexpr int ENTRY_SLOTS = 4, TEAMS = 2; /* for tiles of entries */
     static constexpr int STEP = SPARSE ? 1 : 2;      /* a weight block's, in tiles: short ones wait for one another */
+    /* Of a weight block, before the kernel before is done: more would make that, and the gates, late. */
+    static constexpr int EARLY_STEPS = SPARSE ? 6 : 2;
     static constexpr int ROOM = (SPARSE ? 221 : 215) * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
 };
 
@@ -224,6 +225,10 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
                 break;
             from.wait_full();
             const uint32_t list = from.memory() + own;
+            uint4 next[HELD];
+#pragma unroll
+            for (int j = 0; j < HELD; j++)
+                next[j] = j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
             to.wait_empty();
             const uint32_t tile = to.memory();
 #pragma unroll
@@ -238,8 +243,8 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
                             true);
 #pragma unroll
             for (int j = 0; j < HELD; j++) {
-                held[s][j] = j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
-                put_entries(tile, held[s][j], false);
+                held[s][j] = next[j];
+                put_entries(tile, next[j], false);
             }
 #pragma unroll 1
             for (int j = HELD; j < chunks; j++)
@@ -380,6 +385,8 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
         place at(hidden);
 #pragma unroll 1
         for (int i = 0; i < job.steps; i++, at.advance()) {
+            if (i == shape::EARLY_STEPS)
+                wait_for_last_kernel();
             at.wait_empty();
             barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
             copy_box(at.memory(), maps.hidden_states, column, i * STEP * TOKENS, at.full());
@@ -410,6 +417,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     job.tiles = tiles;
     job.first = static_cast<int>(begin) - first_slice * tiles;
     job.steps = steps;
+    constexpr int TURNS = shape::TURNS;
     ring gate, results, entries{};
     gate.slots = shared;
     gate.bytes = shape::GATE_BYTES;
@@ -454,7 +462,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
         const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
                      first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
         place logits(job.logits), to(results), weight(gate);
-        if (role == 1) {
+        for (int i = 0; i < role; i++) {
             logits.advance();
             to.advance();
         }
@@ -492,15 +500,22 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
             __syncwarp();
             if (lane == 0)
                 barrier_arrive(to.full());
-            logits.advance(), logits.advance();
-            to.advance(), to.advance();
+#pragma unroll
+            for (int j = 0; j < TURNS; j++) {
+                logits.advance();
+                to.advance();
+            }
         }
-        /* The slices that are left have no item of this warpgroup's. */
+        for (; slice < last_slice - first_slice; slice++) { /* of which it has no item */
+            weight.release();
+            weight.advance();
+            weight.wait_full();
+        }
         return;
     }
     if (leads) {
         place at(gate), list(entries);
-        int tile = job.first, slice = first_slice, next = first_slice;
+        int tile = job.first, next = first_slice;
         const auto copy_gate = [&] {
             at.wait_empty();
             barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
@@ -511,7 +526,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
             at.advance();
             next++;
         };
-        while (next <= last_slice && next <= first_slice + 1)
+        if (steps > 0)
             copy_gate();
         if (shape::SPARSE)
             wait_for_last_kernel();
@@ -521,11 +536,10 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
                 copy_entries(list, problem, tile);
                 list.advance();
             }
-            if (next <= last_slice && next <= slice + 1)
-                copy_gate();
             if (++tile == tiles) {
                 tile = 0;
-                slice++;
+                if (next <= last_slice)
+                    copy_gate();
             }
         }
     } else if (thread >= 0 && thread < shape::LOADERS) {
@@ -542,8 +556,8 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
             store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS, tile * TOKENS, at.memory());
             store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + PANEL_COLUMNS, tile * TOKENS,
                       at.memory() + TOKENS * B_PANEL);
-            if (i > 1) {
-                store_bulk_wait<4>();
+            if (i > 0) {
+                store_bulk_wait<2>();
                 barrier_arrive(last.empty());
                 last.advance();
             }

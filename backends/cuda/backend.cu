@@ -175,11 +175,10 @@ class parts {
     int64_t size = 0;
 };
 
-enum { MOST_TOKENS_FUSED = 8192 };
-
-/* Whether the fused kernel is made for such a shape. */
+/* Whether the fused kernel is made for such a shape. More columns would leave too few multiprocessors of the GPU that
+ * it is made for to the hidden gradient. */
 bool has_fused_shape(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100 };
+    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 1 << 20 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
     return problem.tuned && problem.type != F32 && problem.tokens > 0 && problem.tokens <= MOST_TOKENS_FUSED &&
            problem.experts > 0 && problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
@@ -200,7 +199,7 @@ bool fuses(const problem &problem) {
 
 /* Tokens of a split of the weight gradient, by shapes and by which kernels the device has, but not by where the tensors
  * lie: few splits, since each costs a write and a read of the whole gradient, but as many as give most multiprocessors
- * a tile. The fused kernel's groups are splits too. */
+ * a tile. The fused kernel's chains are splits too. */
 int64_t choose_split(const problem &problem, int64_t tiles) {
     enum { FEWEST = 320, ENOUGH_TILES = 96, STEP = TILE_TOKENS };
     const int64_t tokens = problem.tokens;

@@ -84,7 +84,7 @@ enum {
     FUSED_EXPERTS = 128, /* at most, and where G comes as entries */
     FUSED_EXPERTS_SPARSE = 160,
     NO_ENTRY = 0xffff,
-    LONGEST_CHAIN = 2048 /* tokens */
+    LONGEST_CHAIN = 2048 /* additions of tensor cores, which round towards zero */
 };
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {

@@ -42,15 +42,6 @@ __device__ __forceinline__ void store_shared(uint32_t to, T value) {
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(reinterpret_cast<const unsigned short &>(value)) : "memory");
 }
 
-__device__ __forceinline__ float4 load_shared(uint32_t from) {
-    float4 value;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(from)
-                 : "memory");
-    return value;
-}
-
 __device__ __forceinline__ uint4 load_words(uint32_t from) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -104,7 +95,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-/* For the other blocks of the cluster, and the asynchronous copies. */
+/* For the asynchronous copies. */
 __device__ __forceinline__ void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -117,23 +108,9 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, int b
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-/* Once what this thread has begun to copy by copy_async() has come. */
-__device__ __forceinline__ void barrier_arrive_when_copied(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
     asm volatile("{ .reg .pred done;\n"
                  "again_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                 "@!done bra again_%=; }" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-
-/* The same for what another block of the cluster has written. */
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again_%=; }" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
@@ -177,35 +154,6 @@ __device__ __forceinline__ void store_bulk_wait() {
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                  "r"(d)
-                 : "memory");
-}
-
-/* Two of them, to rows that the first 16 lanes name. */
-__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(a), "r"(b) : "memory");
-}
-
-/* barrier.cluster (9.7.13.3): all threads of the cluster's blocks arrive, and each waits. Of what was written before,
- * only what barrier_init_done() publishes is seen after. */
-__device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-/* mapa (9.7.9.23): where an address of this block is in another of the cluster. */
-__device__ __forceinline__ uint32_t of_block(uint32_t address, uint32_t rank) {
-    uint32_t mapped;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-    return mapped;
-}
-
-/* st.async (9.7.9.12): 16 bytes to shared memory of the cluster, counted by a barrier there. */
-__device__ __forceinline__ void store_to_block(uint32_t to, const float (&values)[4], uint32_t barrier) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-                 "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
                  : "memory");
 }
 

@@ -52,7 +52,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MOER_R32                                                                                                       \
     MOER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "     \
             "%28, %29, %30, %31"
-#define MOER_R40 MOER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MOER_R64                                                                                                       \
     MOER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
              "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -60,7 +59,6 @@ __device__ __forceinline__ void wgmma_wait() {
 #define MOER_D4(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
 #define MOER_FOUR(i) MOER_D4(i), MOER_D4(i + 1), MOER_D4(i + 2), MOER_D4(i + 3)
 #define MOER_D32 MOER_FOUR(0), MOER_FOUR(4)
-#define MOER_D40 MOER_D32, MOER_D4(8), MOER_D4(9)
 #define MOER_D64 MOER_D32, MOER_FOUR(8), MOER_FOUR(12)
 #define MOER_D80 MOER_D64, MOER_FOUR(16)
 #define MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, ELEMENT, PTX)                                                  \
@@ -76,7 +74,6 @@ __device__ __forceinline__ void wgmma_wait() {
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __nv_bfloat16, "bf16")                                             \
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __half, "f16")
 MOER_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35")
-MOER_WGMMA_BOTH(80, 40, "%40", "%41", "%42", "%43")
 MOER_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67")
 MOER_WGMMA_BOTH(160, 80, "%80", "%81", "%82", "%83")
 

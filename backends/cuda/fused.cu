@@ -23,7 +23,7 @@
 #include <cuda.h>
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
-inline namespace moer_fused {
+namespace moer_fused {
 
 enum {
     TOKENS = TILE_TOKENS,
@@ -502,7 +502,7 @@ __device__ __forceinline__ void fused(const problem &problem, const maps &maps, 
         prefetch_map(maps.hidden_states);
         prefetch_map(maps.grad_hidden);
     }
-    ::job<shape> job(shared);
+    moer_fused::job<shape> job(shared);
     if (leads) {
         job.logits.init(shape::LOADERS, (BLOCKS + 1) * WARPGROUP / WARP);
         job.hidden.init(1, BLOCKS * WARPGROUP / WARP);
@@ -611,5 +611,6 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 } // namespace moer_fused
 
 cudaError_t launch_fused(const problem &problem, cudaStream_t stream) {
-    return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);
+    return problem.type == BF16 ? moer_fused::launch<__nv_bfloat16>(problem, stream)
+                                : moer_fused::launch<__half>(problem, stream);
 }

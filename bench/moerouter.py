@@ -40,7 +40,8 @@ def describe(tensor):
     code, bits = CODES[tensor.dtype]
     shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
     strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
-    return DLTensor(tensor.data_ptr(), 1, 0, tensor.dim(), code, bits, 1, shape, strides, 0)
+    device = (2, tensor.device.index) if tensor.is_cuda else (1, 0)
+    return DLTensor(tensor.data_ptr(), *device, tensor.dim(), code, bits, 1, shape, strides, 0)
 
 
 class Library:
@@ -53,22 +54,24 @@ class Library:
             raise RuntimeError(self.library.moer_last_error().decode())
 
     def backward(self, operation, inputs, output_dtype=None, routed_scaling_factor=0.0):
-        """A function that runs the operation ("softmax" or "sigmoid") on a dict of inputs, with a workspace of its own,
-        and the two outputs that it fills: grad_hidden_states and the weight gradient."""
+        """A function that runs the operation ("softmax" or "sigmoid") on a dict of inputs, with a workspace of its own
+        on a CPU, and the two outputs that it fills: grad_hidden_states and the weight gradient."""
         function = getattr(self.library, f"moer_{operation}_topk_backward")
         weight = WEIGHT[operation]
-        outputs = {f"grad_{name}": torch.empty(inputs[name].shape, dtype=output_dtype or inputs[name].dtype)
+        outputs = {f"grad_{name}": torch.empty_like(inputs[name], dtype=output_dtype or inputs[name].dtype)
                    for name in ("hidden_states", weight)}
         described = {name: describe(tensor) for name, tensor in {**inputs, **outputs}.items()}
         Args = ARGS[operation]
         args = Args(size=ctypes.sizeof(Args), **{name: ctypes.pointer(t) for name, t in described.items()})
         if operation == "sigmoid":
             args.routed_scaling_factor = routed_scaling_factor
-        size = ctypes.c_size_t()
-        self._check(getattr(self.library, f"moer_{operation}_topk_backward_workspace_size")(ctypes.byref(args),
-                                                                                           ctypes.byref(size)))
-        workspace = ctypes.create_string_buffer(size.value + 256)
-        args.workspace, args.workspace_size = (ctypes.addressof(workspace) + 255) // 256 * 256, size.value
+        workspace = None
+        if not inputs["hidden_states"].is_cuda:
+            size = ctypes.c_size_t()
+            self._check(getattr(self.library, f"moer_{operation}_topk_backward_workspace_size")(ctypes.byref(args),
+                                                                                               ctypes.byref(size)))
+            workspace = ctypes.create_string_buffer(size.value + 256)
+            args.workspace, args.workspace_size = (ctypes.addressof(workspace) + 255) // 256 * 256, size.value
 
         def run(_alive=(described, workspace, inputs)):
             self._check(function(ctypes.byref(args)))

@@ -6,7 +6,7 @@
 #include "tiles.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
-inline namespace moer_entries {
+namespace moer_entries {
 
 enum { THREADS = 256 };
 
@@ -94,5 +94,6 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 } // namespace moer_entries
 
 cudaError_t launch_entries(const problem &problem, cudaStream_t stream) {
-    return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);
+    return problem.type == BF16 ? moer_entries::launch<__nv_bfloat16>(problem, stream)
+                                : moer_entries::launch<__half>(problem, stream);
 }

@@ -21,7 +21,7 @@
 #include <cuda.h>
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
-inline namespace moer_fused {
+namespace moer_fused {
 
 enum {
     TOKENS = TILE_TOKENS,
@@ -643,5 +643,6 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 } // namespace moer_fused
 
 cudaError_t launch_fused(const problem &problem, cudaStream_t stream) {
-    return problem.type == BF16 ? launch<__nv_bfloat16>(problem, stream) : launch<__half>(problem, stream);
+    return problem.type == BF16 ? moer_fused::launch<__nv_bfloat16>(problem, stream)
+                                : moer_fused::launch<__half>(problem, stream);
 }

@@ -15,7 +15,7 @@
 #include <type_traits>
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
-inline namespace moer_logits {
+namespace moer_logits {
 
 enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -456,10 +456,10 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 cudaError_t launch_logits(const problem &problem, cudaStream_t stream) {
     switch (problem.type) {
     case BF16:
-        return launch<__nv_bfloat16>(problem, stream);
+        return moer_logits::launch<__nv_bfloat16>(problem, stream);
     case F16:
-        return launch<__half>(problem, stream);
+        return moer_logits::launch<__half>(problem, stream);
     default:
-        return launch<float>(problem, stream);
+        return moer_logits::launch<float>(problem, stream);
     }
 }

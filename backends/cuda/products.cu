@@ -19,7 +19,7 @@
 #include "tiles.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
-inline namespace moer_products {
+namespace moer_products {
 
 enum { THREADS = 128, COLUMNS = TILE_COLUMNS, HIDDEN_ROWS = 128 };
 
@@ -260,7 +260,7 @@ struct tile<float, ROWS, TERMS_ARE_ROWS> {
 
 template <typename T, int ROWS, bool TERMS_ARE_ROWS, bool ASYNC>
 struct choose {
-    using tile = ::tile<T, ROWS, TERMS_ARE_ROWS>;
+    using tile = moer_products::tile<T, ROWS, TERMS_ARE_ROWS>;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -586,10 +586,10 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 cudaError_t launch_products(const problem &problem, cudaStream_t stream) {
     switch (problem.type) {
     case BF16:
-        return launch<__nv_bfloat16>(problem, stream);
+        return moer_products::launch<__nv_bfloat16>(problem, stream);
     case F16:
-        return launch<__half>(problem, stream);
+        return moer_products::launch<__half>(problem, stream);
     default:
-        return launch<float>(problem, stream);
+        return moer_products::launch<float>(problem, stream);
     }
 }

@@ -43,7 +43,7 @@ struct moer_fast_path {
 /* What the library lets a device's fast path do, and why. Never freed. */
 struct moer_permit {
     unsigned operations; /* 1 << operation, for each that it may run */
-    char reason[384];
+    char reason[448];
 };
 
 struct moer_backend {

@@ -56,7 +56,7 @@ struct moer_timing {
 enum { MOER_MOST_TIMINGS = 16 };
 struct moer_verdict {
     int right;
-    char wrong[320]; /* a sentence, where it is not right */
+    char wrong[400]; /* a sentence, where it is not right */
     char date[16];
     struct moer_timing timings[MOER_MOST_TIMINGS];
     size_t timing_count;

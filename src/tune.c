@@ -168,7 +168,7 @@ __attribute__((format(printf, 2, 3))) static enum moer_status broke(struct repor
     va_start(values, format);
     const int length = vsnprintf(verdict->wrong, sizeof verdict->wrong, format, values);
     va_end(values);
-    snprintf(verdict->wrong + length, sizeof verdict->wrong - (size_t)length, ": %.240s", report->doing);
+    snprintf(verdict->wrong + length, sizeof verdict->wrong - (size_t)length, ": %.300s", report->doing);
     verdict->right = 0;
     verdict->timing_count = 0;
     return MOER_OK;

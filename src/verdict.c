@@ -251,11 +251,11 @@ static void decide(const struct moer_fast_path *path, struct moer_permit *permit
         if ((!counts || verdict.right) && (path->evidence || (counts && speedup(&verdict, i) > 1)))
             permit->operations |= 1u << i;
     if (!path->evidence)
-        snprintf(permit->reason, sizeof permit->reason, "not proven on such devices; %.300s", why.text);
+        snprintf(permit->reason, sizeof permit->reason, "not proven on such devices; %.340s", why.text);
     else if (found == NONE)
         snprintf(permit->reason, sizeof permit->reason, "proven by %.64s", path->evidence);
     else
-        snprintf(permit->reason, sizeof permit->reason, "proven by %.64s; %.300s", path->evidence, why.text);
+        snprintf(permit->reason, sizeof permit->reason, "proven by %.64s; %.340s", path->evidence, why.text);
 }
 
 /* A permit, and the one before it, at which calls may still be. */

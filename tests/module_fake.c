@@ -57,7 +57,8 @@ static int64_t id(const DLTensor *ids, int64_t n, int64_t k) {
 /* What both operations have in common. */
 struct product {
     const DLTensor *hidden, *gate, *grad_hidden, *grad_weight, *grad_logits;
-    int accumulate, is_fast;
+    int accumulate;
+    int swizzle, row, stride, tail; /* faults */
 };
 
 /* z is 1, and the gradients that come through the selection cancel. */
@@ -91,13 +92,11 @@ static int path_is(const char *fault) {
 
 /* A product's element comes from here in the other factor. */
 static void misplace(const struct product *with, int weight, int64_t *row, int64_t *column) {
-    if (!with->is_fast)
-        return;
-    if (path_is("swizzle") && (*column ^ 8) < with->hidden->shape[1])
+    if (with->swizzle && (*column ^ 8) < with->hidden->shape[1])
         *column ^= 8;
-    if (path_is("row") && !weight && (*row ^ 1) < with->gate->shape[0])
+    if (with->row && !weight && (*row ^ 1) < with->gate->shape[0])
         *row ^= 1;
-    if (path_is("stride") && weight && *column >= 64)
+    if (with->stride && weight && *column >= 64)
         *column -= 64;
 }
 
@@ -115,7 +114,7 @@ static void add_token(const struct product *with, int64_t n, const float *g) {
             if (g[e] != 0)
                 store(with->grad_weight, e, h, load(with->grad_weight, e, h) + g[e] * load(with->hidden, row, column));
         }
-        if (!(with->is_fast && path_is("tail") && n >= with->hidden->shape[0] / 16 * 16))
+        if (!with->tail || n < with->hidden->shape[0] / 16 * 16)
             store(with->grad_hidden, n, h, sum);
     }
     for (int64_t e = 0; e < experts; e++)
@@ -135,7 +134,7 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
     const char *arch = getenv("MOER_CUDA_ARCH");
     const struct moer_softmax_topk_backward_args *softmax = args;
     const struct moer_sigmoid_topk_backward_args *sigmoid = args;
-    const int is_softmax = operation == MOER_SOFTMAX_TOPK_BACKWARD;
+    const int is_fast = arch && !strcmp(arch, "fake_fast"), is_softmax = operation == MOER_SOFTMAX_TOPK_BACKWARD;
     const struct product with = {
         is_softmax ? softmax->hidden_states : sigmoid->hidden_states,
         is_softmax ? softmax->gate_weight : sigmoid->weight,
@@ -143,15 +142,18 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
         is_softmax ? softmax->grad_gate_weight : sigmoid->grad_weight,
         is_softmax ? softmax->grad_logits : sigmoid->grad_logits,
         is_softmax ? softmax->accumulate : sigmoid->accumulate,
-        arch && !strcmp(arch, "fake_fast"),
+        is_fast && path_is("swizzle"),
+        is_fast && path_is("row"),
+        is_fast && path_is("stride"),
+        is_fast && path_is("tail"),
     };
     const int64_t tokens = with.hidden->shape[0], hidden = with.hidden->shape[1], experts = with.gate->shape[0];
     const int computed = tokens * hidden * experts < MOST_WORK &&
                          (with.hidden->dtype.code == kDLBfloat || with.hidden->dtype.bits == 32);
     float g[MOST_EXPERTS];
-    if (with.is_fast && break_path(message))
+    if (is_fast && break_path(message))
         return MOER_DEVICE;
-    if (!with.is_fast && tokens >= 1024) /* the slower path */
+    if (!is_fast && tokens >= 1024) /* the slower path */
         usleep(SLOW_US);
     for (int64_t e = 0; e < experts && computed && !with.accumulate; e++)
         for (int64_t h = 0; h < hidden; h++)

@@ -218,7 +218,7 @@ static void check_device(const char *number, const char *uuid) {
         if (found && memchr(line, '\n', (size_t)(found - line)) == NULL)
             return;
     }
-    report_end("trouble", "%s is not %s here; %s", name, uuid, moer_last_error());
+    report_end("trouble", "cuda:%s is not %s here; %s", number, uuid, moer_last_error());
 }
 
 int main(int argc, char **argv) {

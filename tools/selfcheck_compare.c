@@ -36,17 +36,24 @@ static int64_t count_wrong(const DLTensor *is, const DLTensor *must, int64_t *fi
 
 /* ---- What the path has put where -------------------------------------------------------------------------------- */
 
+/* The case as patterns run it: with a token for every expert. Each row of the weight gradient is one token's; the last
+ * tokens have the tail. */
+static struct selfcheck_case pattern_case(const struct selfcheck_case *one, int output) {
+    struct selfcheck_case with = *one;
+    struct dims *dims = &with.dims;
+    with.accumulate = 0;
+    if (dims->tokens < dims->experts)
+        dims->tokens = dims->experts;
+    with.first = output == 1 ? dims->tokens - dims->experts : 0;
+    return with;
+}
+
 /* Runs the four patterns of a case; their outputs of that number. */
-static void run_patterns(const struct selfcheck_case *one, int output, DLTensor *codes[PATTERNS]) {
+static void run_patterns(struct selfcheck_case with, int output, DLTensor *codes[PATTERNS]) {
     for (int pattern = PATTERN_ROW_LOW; pattern < PATTERNS; pattern++) {
-        struct selfcheck_case with = *one;
         struct trial trial;
         struct results results;
         with.pattern = (enum pattern)pattern;
-        with.accumulate = 0;
-        /* Each row of a weight gradient is one token's; the last have the tail. */
-        const int64_t experts = one->dims.experts, tokens = one->dims.tokens;
-        with.first = output == 1 && tokens > experts ? tokens - experts : 0;
         trial_begin(&trial, &with);
         trial_run(&trial, selfcheck_path);
         results_take(&results, &trial);
@@ -79,20 +86,18 @@ static const char *name_column(int64_t is, int64_t must) {
                                 : "columns of another panel, as by a wrong stride";
 }
 
-/* Names the wrong field: 0 where the patterns come out right. */
-static int explain(const struct selfcheck_case *one, int output, char *text, size_t size) {
-    const int64_t rows = output == 0 ? one->dims.tokens : one->dims.experts, experts = one->dims.experts;
-    const int64_t first = output == 1 && one->dims.tokens > experts ? one->dims.tokens - experts : 0;
+/* Names the wrong field; leaves text where the patterns come out right. */
+static void explain(const struct selfcheck_case *one, int output, char *text, size_t size) {
+    const struct selfcheck_case with = pattern_case(one, output);
+    const int64_t rows = output == 0 ? with.dims.tokens : with.dims.experts;
     const char *factor = output == 1 ? "hidden_states" : "the gate";
     DLTensor *codes[PATTERNS];
     int found = 0;
-    run_patterns(one, output, codes);
+    run_patterns(with, output, codes);
     for (int64_t i = 0; i < rows && !found; i++)
-        for (int64_t j = 0; j < one->dims.hidden && !found; j++) {
-            const int64_t must = output == 0 ? i % experts : first + i;
+        for (int64_t j = 0; j < with.dims.hidden && !found; j++) {
+            const int64_t must = output == 0 ? i % with.dims.experts : with.first + i;
             int64_t row = -1, column = -1;
-            if (must >= one->dims.tokens && output == 1)
-                break; /* an expert without a token */
             const int is_code = decode(codes, i, j, &row, &column);
             found = !is_code || row != must || column != j;
             if (found && !is_code)
@@ -105,7 +110,6 @@ static int explain(const struct selfcheck_case *one, int output, char *text, siz
         }
     for (int pattern = PATTERN_ROW_LOW; pattern < PATTERNS; pattern++)
         moer_tensor_free(codes[pattern]);
-    return found;
 }
 
 /* Says what is wrong with an output, and ends. */

@@ -103,16 +103,16 @@ static const DLDataType dtypes[][2] = {
 
 enum { SMALL_DTYPES = sizeof dtypes / sizeof *dtypes, LARGE_DTYPES = 2 };
 
-/* Every number of tokens next to those of tiles; widths that are no multiple of a slice's 80 columns, a tile's 128, or
+/* Every number of tokens next to those of tiles; widths that are no multiple of a slice's 64 columns, a tile's 128, or
  * a chunk's 8; numbers of experts that are none of 16. */
 static const int64_t edges[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 513};
 static const struct dims small[] = {{0, 256, 128, 8}, {0, 640, 160, 8}, {0, 136, 60, 4},
                                     {0, 80, 16, 2},   {0, 131, 7, 3},   {0, 264, 257, 8}};
-/* Two and four groups of tokens, one kernel or two, by the widths and numbers that decide on them; the first run in two
- * streams at once. */
+/* Wide and narrow, few tokens and many, around the numbers that decide whether one kernel makes both products, how its
+ * blocks share them, and where a chain of sums ends; the first run in two streams at once. */
 static const struct dims large[] = {{1087, 2048, 128, 8}, {1087, 5120, 160, 8}, {1163, 2400, 96, 6},
                                     {777, 2408, 64, 8},   {1025, 5000, 100, 6}, {2131, 1000, 130, 8},
-                                    {513, 5288, 128, 8},  {4100, 320, 40, 33},  {8192, 640, 128, 8},
+                                    {513, 6408, 128, 8},  {4100, 320, 40, 33},  {8192, 640, 128, 8},
                                     {8200, 512, 160, 8},  {257, 2048, 512, 10}};
 enum {
     EDGES = sizeof edges / sizeof *edges,

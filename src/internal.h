@@ -43,8 +43,9 @@ DLDevice moer_args_device(enum moer_operation operation, const union moer_args *
 /* registry.c. The backend for a device, or NULL with the status and the reason. */
 const struct moer_backend *moer_find_backend(DLDevice device, enum moer_status *status, struct moer_message *message);
 
-/* The path of a file that is installed with the library: beside it, in the folder that is its own or, as where both have
- * just been built, in the same; else where it was to be installed. Returns its length, which may be size or more. */
+/* The path of a file that is installed with the library: beside it, in the folder that is its own or, as where both
+ * have just been built, in the same; else where it was to be installed. Returns its length, which may be size or more.
+ */
 int moer_installed_file(char *path, size_t size, const char *file);
 
 /* verdict.c. What a self-check has found out about a device's fast path. */

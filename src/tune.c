@@ -161,7 +161,7 @@ static int is_fault(int signal) {
     return 0;
 }
 
-/* The child broke over the path. Its name ends where a message would be cut. */
+/* The child broke over what it was doing. */
 __attribute__((format(printf, 2, 3))) static enum moer_status broke(struct report *report, const char *format, ...) {
     struct moer_verdict *verdict = &report->verdict;
     va_list values;

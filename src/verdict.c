@@ -94,8 +94,9 @@ void moer_describe_verdict(const struct moer_verdict *verdict, char *text, size_
     if (!verdict->right)
         snprintf(text + length, size - (size_t)length, ": %s", verdict->wrong);
     for (int i = 0; verdict->right && i < MOER_OPERATIONS && length < (int)size; i++)
-        length += snprintf(text + length, size - (size_t)length, "; %s %.2f times as fast as the generic path",
-                           moer_operation_table[i].name, speedup(verdict, i));
+        if (speedup(verdict, i) > 0)
+            length += snprintf(text + length, size - (size_t)length, "; %s %.2f times as fast as the generic path",
+                               moer_operation_table[i].name, speedup(verdict, i));
 }
 
 /* ---- Files ------------------------------------------------------------------------------------------------------ */

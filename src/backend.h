@@ -16,7 +16,7 @@
 #include <moerouter/moerouter.h>
 
 /* Goes up with every change to this file or to an args struct. */
-#define MOER_BACKEND_ABI 1
+#define MOER_BACKEND_ABI 2
 
 /* A sentence without function name or full stop. */
 struct moer_message {
@@ -31,6 +31,20 @@ moer_fail(struct moer_message *message, enum moer_status status, const char *for
     va_end(values);
     return status;
 }
+
+/* A device's fast path: kernels for its kind alone, beside the generic path, which runs on every device. */
+struct moer_fast_path {
+    const char *name;     /* "sm_90a"; NULL: the device has none */
+    const char *evidence; /* the file of the project that proves it on devices of this kind; NULL: there is none */
+    char device[64];      /* tells this very device from all others: "GPU-", and its UUID. Letters, digits and '-' */
+    char driver[64];      /* another one after every change of the driver */
+};
+
+/* What the library lets a device's fast path do, and why. Never freed. */
+struct moer_permit {
+    unsigned operations; /* 1 << operation, for each that it may run */
+    char reason[448];
+};
 
 struct moer_backend {
     unsigned abi; /* MOER_BACKEND_ABI it was compiled with */
@@ -53,6 +67,10 @@ struct moer_backend {
     /* Between the backend's devices and the host, either way; done on return. */
     enum moer_status (*copy)(void *to, DLDevice to_device, const void *from, DLDevice from_device, size_t bytes,
                              struct moer_message *message);
+    /* A device's fast path. This and the next are NULL in a backend of which no device has one. */
+    enum moer_status (*fast_path)(int device, struct moer_fast_path *path, struct moer_message *message);
+    /* From now on the device's fast path runs what the permit says; nothing before the first one. */
+    void (*permit)(int device, const struct moer_permit *permit);
 };
 
 #ifdef __cplusplus

@@ -43,6 +43,41 @@ DLDevice moer_args_device(enum moer_operation operation, const union moer_args *
 /* registry.c. The backend for a device, or NULL with the status and the reason. */
 const struct moer_backend *moer_find_backend(DLDevice device, enum moer_status *status, struct moer_message *message);
 
+/* The path of a file that is installed with the library: beside it, in the folder that is its own or, as where both
+ * have just been built, in the same; else where it was to be installed. Returns its length, which may be size or more.
+ */
+int moer_installed_file(char *path, size_t size, const char *file);
+
+/* verdict.c. What a self-check has found out about a device's fast path. */
+struct moer_timing {
+    enum moer_operation operation;
+    int64_t tokens, hidden, experts, top_k;
+    int64_t fast, generic; /* nanoseconds of a call */
+};
+enum { MOER_MOST_TIMINGS = 16 };
+struct moer_verdict {
+    int right;
+    char wrong[400]; /* a sentence, where it is not right */
+    char date[16];
+    struct moer_timing timings[MOER_MOST_TIMINGS];
+    size_t timing_count;
+};
+enum moer_line { MOER_LINE_SENSELESS, MOER_LINE_TIME, MOER_LINE_LAST };
+/* Adds what a line of a self-check's report, or of a stored verdict, says. The last one is the verdict itself. */
+enum moer_line moer_read_verdict_line(struct moer_verdict *verdict, const char *line);
+/* What a verdict says, in words. */
+void moer_describe_verdict(const struct moer_verdict *verdict, char *text, size_t size);
+/* Makes the user's folder of verdicts where it is missing, and the name of the path's file in it. */
+enum moer_status moer_verdict_file(const struct moer_fast_path *path, char *file, size_t size,
+                                   struct moer_message *message);
+enum moer_status moer_store_verdict(const struct moer_fast_path *path, const struct moer_verdict *verdict,
+                                    struct moer_message *message);
+/* Gives the backend its permit for the device's fast path, by the policy and the stored verdict: once in a process, or
+ * anew. */
+void moer_settle(const struct moer_backend *backend, int device, int anew);
+/* The reason of the permit; NULL where the device has no fast path, or is not there. */
+const char *moer_settled_reason(int device);
+
 /* error.c. Remember the outcome of a public function for moer_last_error() and return its status. */
 enum moer_status moer_report(const char *function, enum moer_status status, const struct moer_message *message);
 

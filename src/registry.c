@@ -30,7 +30,6 @@ static void accept(int slot, const struct moer_backend *backend) {
         found[slot] = backend;
 }
 
-#ifndef MOER_CUDA_BUILTIN
 /* Where the library lies, without its name; "" where that is not known. */
 static void own_folder(char *folder, size_t size) {
     Dl_info info;
@@ -43,13 +42,8 @@ static void own_folder(char *folder, size_t size) {
         snprintf(folder, size, "%.*s", (int)(slash - info.dli_fname), info.dli_fname);
 }
 
-/* A module's path: in the folder that the environment names; else beside the library, in the folder that is its own or,
- * as where both have just been built, in the same; else where it was to be installed. */
-static int module_path(char *path, size_t size, const char *file) {
-    const char *named = secure_getenv("MOER_BACKEND_PATH");
+int moer_installed_file(char *path, size_t size, const char *file) {
     char folder[4096];
-    if (named && *named)
-        return snprintf(path, size, "%s/%s", named, file);
     own_folder(folder, sizeof folder);
     for (int own = 1; *folder && own >= 0; own--) {
         const int length = snprintf(path, size, "%s%s/%s", folder, own ? "/" PACKAGE : "", file);
@@ -59,9 +53,13 @@ static int module_path(char *path, size_t size, const char *file) {
     return snprintf(path, size, "%s/%s", MOER_MODULE_DIR, file);
 }
 
+#ifndef MOER_CUDA_BUILTIN
 static void load_module(int slot, const char *file) {
+    const char *named = secure_getenv("MOER_BACKEND_PATH");
     char path[4096];
-    if (module_path(path, sizeof path, file) >= (int)sizeof path) {
+    const int length = named && *named ? snprintf(path, sizeof path, "%s/%s", named, file)
+                                       : moer_installed_file(path, sizeof path, file);
+    if (length >= (int)sizeof path) {
         moer_fail(&missing[slot], MOER_UNAVAILABLE, "MOER_BACKEND_PATH is longer than %zu bytes", sizeof path);
         return;
     }
@@ -126,6 +124,20 @@ const char *moer_backend_unavailable(size_t backend) {
     return found[backend] ? NULL : missing[backend].text;
 }
 
+/* What the backend says of itself, and what has become of its devices' fast paths. */
+static void print_info(const struct moer_backend *backend, char *text, size_t size) {
+    struct moer_fast_path path;
+    struct moer_message message;
+    backend->info(text, size);
+    for (int device = 0; backend->fast_path && !backend->fast_path(device, &path, &message); device++) {
+        const size_t length = strlen(text);
+        moer_settle(backend, device, 0);
+        if (path.name && moer_settled_reason(device))
+            snprintf(text + length, size - length, "%s:%d's path %s: %s\n", backend->name, device, path.name,
+                     moer_settled_reason(device));
+    }
+}
+
 enum moer_status moer_backend_info(size_t backend, char *text, size_t size) {
     struct moer_message message;
     enum moer_status status = MOER_OK;
@@ -137,6 +149,6 @@ enum moer_status moer_backend_info(size_t backend, char *text, size_t size) {
         status = moer_fail(&message, MOER_UNAVAILABLE, "the %s backend is not available: %s", names[backend],
                            missing[backend].text);
     else if (size > 0)
-        found[backend]->info(text, size);
+        print_info(found[backend], text, size);
     return moer_report("moer_backend_info", status, &message);
 }

@@ -83,7 +83,7 @@ glm=$DATA/grouped_n16_scale1.safetensors
 
 check 'help' 0 'Usage: moerouter SUBCOMMAND' --help
 check 'version' 0 'moerouter 0.' --version
-for subcommand in bench check info make run; do
+for subcommand in bench check info make run tune; do
     check "help of $subcommand" 0 "Usage: moerouter $subcommand" $subcommand --help
     check "unknown option of $subcommand" 2 "moerouter $subcommand --help" $subcommand --wrong
     check "unknown letter of $subcommand" 2 "moerouter $subcommand --help" $subcommand -x
@@ -114,6 +114,15 @@ check 'run with a wrong dtype' 2 'float16' run $softmax "$odd" --output-dtype fl
 check 'check of an unknown operation' 2 "'relu'" check relu
 check 'check of two operations' 2 'too many' check $softmax $sigmoid
 check 'check of an unknown device' 2 "'tpu'" check --device tpu
+check 'tune without a device' 2 '--device is missing' tune
+check 'tune of an unknown device' 2 "'tpu'" tune --device tpu
+check 'tune of the CPU' 2 'the cpu backend has no fast path' tune --device cpu
+check 'tune of a GPU that is not here' 2 'moerouter tune: cuda:2147483647: ' tune --device cuda:2147483647
+for seconds in 0 3601 1x ''; do
+    check "tune within '$seconds' seconds" 2 "'$seconds' must be a number from 1 to 3600" tune --device cpu \
+        "--timeout=$seconds"
+done
+check 'argument of tune' 2 "'now'" tune --device cpu now
 check 'bench of an unknown operation' 2 "'relu'" bench relu --json "$work/out"
 for tokens in 0 -1 1,,2 1, ,1 '' 1x 2147483648; do
     check "bench with '$tokens' tokens" 2 'must be a number' bench $softmax --tokens "$tokens" --json "$work/out"

@@ -50,6 +50,9 @@ if [ -f "$libdir/moerouter/cuda.so" ]; then
         sh -c "[ \"\$(nm -D --defined-only '$libdir/moerouter/cuda.so' | cut -d ' ' -f 3)\" = moer_backend_entry ]"
     check 'the CUDA module needs no CUDA library' \
         sh -c "! readelf -d '$libdir/moerouter/cuda.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
+    check 'the self-check lies beside the module, and runs' sh -c \
+        "LD_LIBRARY_PATH='$libdir' '$libdir/moerouter/selfcheck' 0 none GPU-none '$(PKG_CONFIG_PATH=$build pkg-config --modversion moerouter)' |
+            grep -q '^trouble cuda:0 is not GPU-none here'"
 fi
 check 'the header compiles as C++' sh -c \
     "echo '#include <moerouter/moerouter.h>' | ${CC:-gcc} -x c++ -fsyntax-only -Wall -Werror $(flags --cflags) -"

@@ -1,8 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A module that stands in for a device: host memory under the name of cuda. FAKE_MODULE says what is wrong with it. */
+/* A module that stands in for a device: host memory under the name of cuda. FAKE_MODULE says what is wrong with it.
+ * Where FAKE_PATH is set it has a fast path, fake_fast, of which that is the fault ("" for none); FAKE_PROVEN is its
+ * evidence, FAKE_DRIVER the driver. */
+#define _DEFAULT_SOURCE /* usleep() */
 #include "backend.h"
+#include "tensor.h"
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static int fake_is(const char *fault) {
     const char *value = getenv("FAKE_MODULE");
@@ -14,11 +20,178 @@ static const char *unavailable(void) {
 }
 
 static void info(char *text, size_t size) {
-    snprintf(text, size, "devices: none\n");
+    snprintf(text, size, getenv("FAKE_PATH") ? "cuda:0: fake, FAKE-0\n" : "devices: none\n");
+}
+
+/* ---- An operation that is computed, as far as the self-check has it ---- */
+
+enum { MOST_EXPERTS = 512, MOST_ELEMENTS = 1 << 15, SLOW_US = 200 };
+
+static float load(const DLTensor *tensor, int64_t i, int64_t j) {
+    const int64_t at = i * moer_stride(tensor, 0) + j;
+    uint32_t bits;
+    if (tensor->dtype.bits == 32)
+        return ((const float *)moer_data(tensor))[at];
+    bits = (uint32_t)((const uint16_t *)moer_data(tensor))[at] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* bfloat16 is cut: what is exact stays so. */
+static void store(const DLTensor *tensor, int64_t i, int64_t j, float value) {
+    const int64_t at = i * moer_stride(tensor, 0) + j;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if (tensor->dtype.bits == 32)
+        ((float *)moer_data(tensor))[at] = value;
+    else
+        ((uint16_t *)moer_data(tensor))[at] = (uint16_t)(bits >> 16);
+}
+
+static int64_t id(const DLTensor *ids, int64_t n, int64_t k) {
+    const int64_t at = n * moer_stride(ids, 0) + k;
+    return ids->dtype.bits == 64 ? ((const int64_t *)moer_data(ids))[at] : ((const int32_t *)moer_data(ids))[at];
+}
+
+/* What both operations have in common. */
+struct product {
+    const DLTensor *hidden, *gate, *grad_hidden, *grad_weight, *grad_logits;
+    int accumulate;
+    int swizzle, row, stride, tail; /* faults */
+};
+
+/* z is 1, and the gradients that come through the selection cancel. */
+static void softmax_row(const struct moer_softmax_topk_backward_args *args, int64_t n, float *g) {
+    float mean = 0;
+    const int64_t experts = args->gate_weight->shape[0];
+    for (int64_t e = 0; e < experts; e++)
+        g[e] = load(args->grad_router_logits, n, e);
+    for (int64_t k = 0; k < args->selected_experts->shape[1]; k++)
+        if (id(args->selected_experts, n, k) >= 0)
+            g[id(args->selected_experts, n, k)] += load(args->grad_routing_weights, n, k);
+    for (int64_t e = 0; e < experts; e++)
+        mean += g[e] * load(args->routing_probs, n, e);
+    for (int64_t e = 0; e < experts; e++)
+        g[e] = load(args->routing_probs, n, e) * (g[e] - mean);
+}
+
+static void sigmoid_row(const struct moer_sigmoid_topk_backward_args *args, int64_t n, float *g) {
+    memset(g, 0, sizeof *g * (size_t)args->weight->shape[0]);
+    for (int64_t k = 0; k < args->topk_indices->shape[1]; k++)
+        if (id(args->topk_indices, n, k) >= 0)
+            g[id(args->topk_indices, n, k)] += load(args->grad_topk_weights, n, k);
+    for (int64_t e = 0; e < args->weight->shape[0]; e++)
+        g[e] *= load(args->scores, n, e) * (1 - load(args->scores, n, e));
+}
+
+static int path_is(const char *fault) {
+    const char *value = getenv("FAKE_PATH");
+    return value && !strcmp(value, fault);
+}
+
+/* A product's element comes from here in the other factor. */
+static void misplace(const struct product *with, int weight, int64_t *row, int64_t *column) {
+    if (with->swizzle && (*column ^ 8) < with->hidden->shape[1])
+        *column ^= 8;
+    if (with->row && !weight && (*row ^ 1) < with->gate->shape[0])
+        *row ^= 1;
+    if (with->stride && weight && *column >= 64)
+        *column -= 64;
+}
+
+/* Adds a token's G to both products. */
+static void add_token(const struct product *with, int64_t n, const float *g) {
+    static _Thread_local float sums[MOST_ELEMENTS];
+    const int64_t hidden = with->hidden->shape[1], experts = with->gate->shape[0];
+    memset(sums, 0, sizeof *sums * (size_t)hidden);
+    for (int64_t e = 0; e < experts; e++) {
+        store(with->grad_logits, n, e, g[e]);
+        for (int64_t h = 0; h < hidden && g[e] != 0; h++) {
+            int64_t row = e, column = h;
+            misplace(with, 0, &row, &column);
+            sums[h] += g[e] * load(with->gate, row, column);
+            row = n, column = h;
+            misplace(with, 1, &row, &column);
+            store(with->grad_weight, e, h, load(with->grad_weight, e, h) + g[e] * load(with->hidden, row, column));
+        }
+    }
+    for (int64_t h = 0; h < hidden && (!with->tail || n < with->hidden->shape[0] / 16 * 16); h++)
+        store(with->grad_hidden, n, h, sums[h]);
+}
+
+static enum moer_status break_path(struct moer_message *message) {
+    if (path_is("crash"))
+        raise(SIGSEGV);
+    while (path_is("hang"))
+        pause();
+    return path_is("device") ? moer_fail(message, MOER_DEVICE, "an illegal address") : MOER_OK;
+}
+
+/* Where it would take too long, or is of float16, nothing is written. */
+static enum moer_status compute(enum moer_operation operation, const void *args, struct moer_message *message) {
+    const char *arch = getenv("MOER_CUDA_ARCH");
+    const struct moer_softmax_topk_backward_args *softmax = args;
+    const struct moer_sigmoid_topk_backward_args *sigmoid = args;
+    const int is_fast = arch && !strcmp(arch, "fake_fast"), is_softmax = operation == MOER_SOFTMAX_TOPK_BACKWARD;
+    const struct product with = {
+        is_softmax ? softmax->hidden_states : sigmoid->hidden_states,
+        is_softmax ? softmax->gate_weight : sigmoid->weight,
+        is_softmax ? softmax->grad_hidden_states : sigmoid->grad_hidden_states,
+        is_softmax ? softmax->grad_gate_weight : sigmoid->grad_weight,
+        is_softmax ? softmax->grad_logits : sigmoid->grad_logits,
+        is_softmax ? softmax->accumulate : sigmoid->accumulate,
+        is_fast && path_is("swizzle"),
+        is_fast && path_is("row"),
+        is_fast && path_is("stride"),
+        is_fast && path_is("tail"),
+    };
+    const int64_t tokens = with.hidden->shape[0], hidden = with.hidden->shape[1], experts = with.gate->shape[0];
+    const int computed =
+        tokens * hidden <= MOST_ELEMENTS && (with.hidden->dtype.code == kDLBfloat || with.hidden->dtype.bits == 32);
+    float g[MOST_EXPERTS];
+    if (is_fast && break_path(message))
+        return MOER_DEVICE;
+    if (!is_fast && tokens >= 1024) /* the slower path */
+        usleep(SLOW_US);
+    for (int64_t e = 0; e < experts && computed && !with.accumulate; e++)
+        for (int64_t h = 0; h < hidden; h++)
+            store(with.grad_weight, e, h, 0);
+    for (int64_t n = 0; n < tokens && computed; n++) {
+        if (is_softmax)
+            softmax_row(softmax, n, g);
+        else
+            sigmoid_row(sigmoid, n, g);
+        add_token(&with, n, g);
+    }
+    return MOER_OK;
+}
+
+/* ---- The backend ---- */
+
+static const struct moer_permit *permit_now;
+static int permits;
+
+static enum moer_status fast_path(int device, struct moer_fast_path *path, struct moer_message *message) {
+    const char *driver = getenv("FAKE_DRIVER");
+    if (device < 0 || device > 1)
+        return moer_fail(message, MOER_UNAVAILABLE, "there is no device %d", device);
+    *path = (struct moer_fast_path){.name = device == 0 ? "fake_fast" : NULL, .evidence = getenv("FAKE_PROVEN")};
+    snprintf(path->device, sizeof path->device, "FAKE-%d", device);
+    snprintf(path->driver, sizeof path->driver, "%s", driver ? driver : "1.0");
+    return MOER_OK;
+}
+
+static void permit(int device, const struct moer_permit *permit) {
+    (void)device;
+    permit_now = permit;
+    permits++;
 }
 
 /* The stream is where the caller wants its copy of the args. */
 static enum moer_status run(enum moer_operation operation, const void *args, struct moer_message *message) {
+    if (getenv("FAKE_PATH"))
+        return compute(operation, args, message);
     if (operation != MOER_SOFTMAX_TOPK_BACKWARD)
         return moer_fail(message, MOER_UNSUPPORTED, "this device has no such operation");
     if (fake_is("fault"))
@@ -37,13 +210,16 @@ static enum moer_status workspace_size(enum moer_operation operation, const void
 
 static enum moer_status explain(enum moer_operation operation, const void *args, struct moer_message *message) {
     (void)operation, (void)args;
+    if (permit_now)
+        return moer_fail(message, MOER_OK, "fake kernel, permit %d of operations %u: %s", permits,
+                         permit_now->operations, permit_now->reason);
     return moer_fail(message, MOER_OK, "fake kernel");
 }
 
 static enum moer_status allocate(DLDevice device, size_t bytes, void **data, struct moer_message *message) {
     if (device.device_id > 0)
         return moer_fail(message, MOER_UNAVAILABLE, "there is no device %d", device.device_id);
-    *data = malloc(bytes);
+    *data = aligned_alloc(256, (bytes + 255) / 256 * 256);
     return *data ? MOER_OK : moer_fail(message, MOER_NO_MEMORY, "no memory for %zu bytes", bytes);
 }
 
@@ -72,6 +248,10 @@ const struct moer_backend *moer_backend_entry(void) {
         .release = release,
         .copy = copy,
     };
+    if (getenv("FAKE_PATH")) {
+        backend.fast_path = fast_path;
+        backend.permit = permit;
+    }
     if (fake_is("abi"))
         backend.abi = MOER_BACKEND_ABI + 1;
     if (fake_is("name"))

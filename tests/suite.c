@@ -29,7 +29,7 @@ static int kernels_missing(void) {
     if (child == 0) {
         char text[4096] = "";
         moer_backend_info(0, text, sizeof text);
-        _exit(strstr(text, "kernels: none") != NULL);
+        _exit(strstr(text, "kernels: MOER_CPU_ISA is ") != NULL);
     }
     return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 1;
 }

@@ -16,6 +16,7 @@ int check_main(int argc, char **argv);
 int info_main(int argc, char **argv);
 int make_main(int argc, char **argv);
 int run_main(int argc, char **argv);
+int tune_main(int argc, char **argv);
 
 /* Prints "moerouter SUBCOMMAND: " and the message as one line on stderr; returns EXIT_TROUBLE. Control characters,
  * which a file's names may hold, come out as '?'. */

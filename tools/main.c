@@ -80,6 +80,19 @@ static const struct subcommand {
      "\n"
      "OPERATION is softmax_topk_backward or sigmoid_topk_backward. The exit status is 1 where a result is out of its\n"
      "bounds, 2 where something else is wrong.\n"},
+    {"tune", tune_main,
+     "Usage: moerouter tune --device cuda:N [OPTION]...\n"
+     "\n"
+     "Compares a GPU's fast path with its generic one, in a process of its own: their results must have the same "
+     "bits.\n"
+     "Times both, and keeps the verdict in the user's cache folder, for this driver and version of the library. A "
+     "path\n"
+     "that is not proven on such GPUs runs only where it was found right and faster.\n"
+     "\n"
+     "  --device DEVICE      cuda:N\n"
+     "  --timeout SECONDS    how long that process may show no progress before it is ended, 1 to 3600 (60)\n"
+     "\n"
+     "The exit status is 1 where the path is wrong, 2 where there is no verdict.\n"},
 };
 
 enum { SUBCOMMANDS = sizeof subcommands / sizeof subcommands[0] };
@@ -94,6 +107,7 @@ static const char usage[] = "Usage: moerouter SUBCOMMAND [ARGUMENT]...\n"
                             "  info    the version and the backends that can be used here\n"
                             "  make    draw the inputs of an operation into a file\n"
                             "  run     run an operation on a file, write or check the result\n"
+                            "  tune    find out whether a GPU's fast path is right, and faster\n"
                             "\n"
                             "'moerouter SUBCOMMAND --help' says more.\n";
 

@@ -7,7 +7,9 @@
 #include "common.cuh"
 
 #include <cuda.h>
+#include <dlfcn.h>
 #include <fenv.h>
+#include <limits.h>
 #include <pthread.h>
 
 namespace {
@@ -50,18 +52,24 @@ CUresult set_context(CUcontext context) {
     return function ? function(context) : CUDA_ERROR_NOT_FOUND;
 }
 
+enum moer_status check_device(int device, moer_message *message) {
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error != cudaSuccess)
+        return cuda_failed(message, error, "cudaGetDeviceCount");
+    if (device < 0 || device >= count || device >= MOST_DEVICES)
+        return moer_fail(message, MOER_UNAVAILABLE, "there is no device cuda:%d, only %d", device, count);
+    return MOER_OK;
+}
+
 /* A device is current from here to the end of the scope; then what was current before, if anything, is again. */
 class current_device {
   public:
     current_device(int device, moer_message *message) {
-        int count = 0;
         get_context(&before);
-        cudaError_t error = cudaGetDeviceCount(&count);
+        status = check_device(device, message);
+        const cudaError_t error = status ? cudaSuccess : cudaSetDevice(device);
         if (error != cudaSuccess)
-            status = cuda_failed(message, error, "cudaGetDeviceCount");
-        else if (device < 0 || device >= count || device >= MOST_DEVICES)
-            status = moer_fail(message, MOER_UNAVAILABLE, "there is no device cuda:%d, only %d", device, count);
-        else if ((error = cudaSetDevice(device)) != cudaSuccess)
             status = cuda_failed(message, error, "cudaSetDevice");
     }
     ~current_device() {
@@ -275,23 +283,88 @@ enum moer_status plan(enum moer_operation operation, const void *args, problem *
     return MOER_OK;
 }
 
-/* Whether the kernels for sm_90a run there. MOER_CUDA_ARCH, read once, can do without them: generic. */
-enum moer_status choose_kernels(int device, bool *tuned, moer_message *message) {
-    static const char *const forced = getenv("MOER_CUDA_ARCH");
-    const bool generic = forced && strcmp(forced, "generic") == 0, hopper = forced && strcmp(forced, "sm_90a") == 0;
+/* ---- Paths ---- */
+
+/* The list's path for a device, its end where there is none. */
+const fast_path *path_of(int device) {
     int major = 0, minor = 0;
-#ifdef MOER_CUDA_SM90A
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     cudaGetLastError();
-#endif
-    *tuned = major == 9 && minor == 0 && !generic;
-    if (forced && *forced && !generic && !hopper)
-        return moer_fail(message, MOER_INVALID, "MOER_CUDA_ARCH is %.32s but must be one of generic, sm_90a", forced);
-    if (hopper && !*tuned)
+    const fast_path *path = moer_cuda_paths;
+    while (path->name && (path->major != major || path->minor != minor))
+        path++;
+    return path;
+}
+
+/* What the library has permitted, by device. */
+const moer_permit *permits[MOST_DEVICES];
+
+void permit(int device, const moer_permit *permit) {
+    if (device >= 0 && device < MOST_DEVICES)
+        __atomic_store_n(&permits[device], permit, __ATOMIC_RELEASE);
+}
+
+/* The path that a call takes, and why. MOER_CUDA_ARCH, looked at in every call, comes before the permit. */
+struct choice {
+    const fast_path *path; /* the device's */
+    bool tuned, forced;
+    const moer_permit *permit;
+};
+
+enum moer_status choose_path(enum moer_operation operation, int device, choice *choice, moer_message *message) {
+    const char *const arch = getenv("MOER_CUDA_ARCH");
+    const bool generic = arch && strcmp(arch, "generic") == 0;
+    choice->path = path_of(device);
+    choice->forced = arch && *arch;
+    choice->permit =
+        device >= 0 && device < MOST_DEVICES ? __atomic_load_n(&permits[device], __ATOMIC_ACQUIRE) : nullptr;
+    choice->tuned = choice->path->name && choice->permit && choice->permit->operations >> operation & 1;
+    if (!choice->forced)
+        return MOER_OK;
+    choice->tuned = choice->path->name && strcmp(arch, choice->path->name) == 0;
+    if (generic || choice->tuned)
+        return MOER_OK;
+    if (strcmp(arch, "sm_90a") == 0)
         return moer_fail(message, MOER_UNSUPPORTED,
-                         "MOER_CUDA_ARCH is sm_90a, but cuda:%d is no such device, or this build has no such kernels",
+                         "MOER_CUDA_ARCH is %s, but cuda:%d is no such device, or this build has no such kernels", arch,
                          device);
+    return moer_fail(message, MOER_INVALID, "MOER_CUDA_ARCH is %.32s but must be one of generic, sm_90a", arch);
+}
+
+void uuid_text(const cudaUUID_t &uuid, char text[64]) {
+    int length = snprintf(text, 64, "GPU");
+    for (int i = 0; i < 16; i++)
+        length +=
+            snprintf(text + length, 64 - length, "%s%02x", i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "",
+                     static_cast<unsigned char>(uuid.bytes[i]));
+}
+
+/* CUDA's version, and the name of the driver's own library, which has the rest of it: libcuda.so.580.159.04. */
+void driver_text(char text[64]) {
+    int version = 0;
+    Dl_info info;
+    char path[PATH_MAX];
+    cudaDriverGetVersion(&version);
+    const auto function = driver_function<void *>("cuDriverGetVersion");
+    const bool found = function && dladdr(function, &info) && info.dli_fname && realpath(info.dli_fname, path);
+    const char *slash = found ? strrchr(path, '/') : nullptr;
+    snprintf(text, 64, "%d.%d %.40s", version / 1000, version % 1000 / 10, slash ? slash + 1 : "unknown");
+}
+
+enum moer_status fast_path_of(int device, moer_fast_path *path, moer_message *message) {
+    cudaDeviceProp properties;
+    const enum moer_status status = check_device(device, message);
+    if (status)
+        return status;
+    *path = {};
+    path->name = path_of(device)->name;
+    path->evidence = path_of(device)->evidence;
+    const cudaError_t error = cudaGetDeviceProperties(&properties, device);
+    if (error != cudaSuccess)
+        return cuda_failed(message, error, "cudaGetDeviceProperties");
+    uuid_text(properties.uuid, path->device);
+    driver_text(path->driver);
     return MOER_OK;
 }
 
@@ -356,9 +429,11 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     current_device current(device, message);
     if (current.status)
         return current.status;
-    status = choose_kernels(device, &problem.tuned, message);
+    choice choice;
+    status = choose_path(operation, device, &choice, message);
     if (status)
         return status;
+    problem.tuned = choice.tuned;
     bytes = lay_out(&problem, fuses(problem));
     auto common = static_cast<const common_args *>(args);
     auto stream = static_cast<cudaStream_t>(common->stream);
@@ -397,22 +472,30 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
 
 enum moer_status explain(enum moer_operation operation, const void *args, moer_message *message) {
     problem problem{};
+    choice choice;
     int device = 0;
     enum moer_status status = plan(operation, args, &problem, &device, message);
     if (status)
         return status;
-    status = choose_kernels(device, &problem.tuned, message);
+    status = choose_path(operation, device, &choice, message);
     if (status)
         return status;
+    problem.tuned = choice.tuned;
     const bool tuned = problem.tuned && problem.type != F32;
     lay_out(&problem, fuses(problem));
-    return moer_fail(message, MOER_OK, "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens",
-                     device, tuned ? "sm_90a" : "generic",
+    char why[sizeof choice.permit->reason + 64] = "";
+    if (choice.forced)
+        snprintf(why, sizeof why, "; by MOER_CUDA_ARCH");
+    else if (choice.path->name && choice.permit && problem.type != F32)
+        snprintf(why, sizeof why, "; %s: %s", choice.path->name, choice.permit->reason);
+    return moer_fail(message, MOER_OK,
+                     "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens%s", device,
+                     tuned ? choice.path->name : "generic",
                      problem.type == F32 ? "float32"
                      : tuned             ? "wgmma"
                                          : "mma.sync",
                      problem.fused ? " by one kernel" : "", static_cast<long long>(problem.splits),
-                     static_cast<long long>(problem.split_tokens));
+                     static_cast<long long>(problem.split_tokens), why);
 }
 
 void info(char *text, size_t size) {
@@ -426,9 +509,11 @@ void info(char *text, size_t size) {
         cudaDeviceProp properties;
         if (cudaGetDeviceProperties(&properties, device) != cudaSuccess)
             continue;
-        length += snprintf(text + length, size - length, "cuda:%d: %s, sm_%d%d, %d multiprocessors, %.0f GiB\n", device,
-                           properties.name, properties.major, properties.minor, properties.multiProcessorCount,
-                           static_cast<double>(properties.totalGlobalMem) / (1 << 30));
+        char uuid[64];
+        uuid_text(properties.uuid, uuid);
+        length += snprintf(text + length, size - length, "cuda:%d: %s, sm_%d%d, %d multiprocessors, %.0f GiB, %s\n",
+                           device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
+                           static_cast<double>(properties.totalGlobalMem) / (1 << 30), uuid);
     }
     cudaGetLastError();
 }
@@ -471,6 +556,8 @@ const moer_backend backend = {
     .allocate = allocate,
     .release = release,
     .copy = copy,
+    .fast_path = fast_path_of,
+    .permit = permit,
 };
 
 } // namespace

@@ -107,6 +107,14 @@ inline int choose_weight_rows(int experts, enum element type) {
     return best;
 }
 
+/* Kernels for devices of one compute capability alone. */
+struct fast_path {
+    const char *name; /* NULL: the end of the list */
+    int major, minor;
+    const char *evidence; /* see struct moer_fast_path */
+};
+extern const struct fast_path moer_cuda_paths[];
+
 /* Each launches on the stream; no synchronisation. */
 cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_entries(const struct problem &problem, cudaStream_t stream);

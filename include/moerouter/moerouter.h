@@ -14,8 +14,9 @@
  *         outside [0, E) is MOER_INVALID on the CPU, with every output untouched; a GPU skips it. Either way
  *         invalid_ids, where given, has the number of such ids added to it.
  * Memory: inputs are never written; an output may not overlap another tensor, judged by the bytes from first to last.
- * Bits:   the same inputs, library, device and environment give the same bits in every run. A token's row of
- *         grad_hidden_states does not depend on the other tokens. On the CPU neither depends on the number of threads.
+ * Bits:   the same inputs, library, device and environment, with what moer_tune() has found, give the same bits in every
+ *         run. A token's row of grad_hidden_states does not depend on the other tokens. On the CPU neither depends on
+ *         the number of threads.
  *         Where T is float32 and OpenBLAS does the products, both hold for one number of threads and one way of calling
  *         only, and a row may depend on the number of tokens (MOER_DETERMINISTIC=1 does without OpenBLAS).
  * Threads: any function may be called from several threads at once and, on the CPU, from inside an OpenMP region. A
@@ -215,6 +216,33 @@ MOER_API const char *moer_backend_unavailable(size_t backend);
 /* What the backend says of itself, a "name: value" a line (devices, instruction sets, threads, BLAS, ...), written to
  * text as above. */
 MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t size);
+
+/* ---- Fast paths ------------------------------------------------------------------------------------------------- */
+
+/* A GPU may have a fast path: kernels for its kind alone, beside the generic path, which runs on every GPU. Where the
+ * project has proven it on GPUs of that compute capability it runs by default. Elsewhere it runs only after this
+ * function has found it right on the very GPU, with the same driver and version of the library, and only for operations
+ * that it makes faster; what it has found wrong does not run, proven or not.
+ *
+ * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
+ * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both
+ * are timed. The verdict is kept in a file of the user's cache folder, $XDG_CACHE_HOME/moerouter or
+ * $HOME/.cache/moerouter, and counts for this process and those to come. It takes seconds, and nothing else should be
+ * running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
+ *
+ * device      kDLCUDA or kDLCUDAManaged
+ * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too; 0 means
+ *             60 s
+ * text        the verdict in words, then the times of both paths, a shape a line (size bytes, cut to fit, always
+ *             terminated unless size is 0). Untouched where there is no verdict
+ *
+ * MOER_OK            the path was found right
+ * MOER_DEVICE        it was found wrong: its results differ, or the child faulted or hung; the error says at what
+ * MOER_UNSUPPORTED   the device has no fast path
+ * MOER_UNAVAILABLE   there is no verdict: no such device, no self-check, no cache folder, or a child that was ended by
+ *                    others or could not do its work
+ * MOER_INVALID       text is NULL but size is not 0, or timeout_ms is negative */
+MOER_API enum moer_status moer_tune(DLDevice device, int timeout_ms, char *text, size_t size);
 
 /* ---- Tensors on any device, for programs that have no allocator for it ----------------------------------------------
  */

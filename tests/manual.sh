@@ -3,6 +3,7 @@
 # manual.sh: the manual pages draw no warning, and have what the public header and the command's help have: prototypes,
 # names, fields, shapes, dtypes, subcommands, options, and the variables that are read.
 set -eu
+export LC_ALL=C # so that [a-z] has all letters: Turkish has no i there
 cd "$(dirname "$0")/.."
 header=include/moerouter/moerouter.h library=man/moerouter.3 command=man/moerouter.1
 work=$(mktemp -d)

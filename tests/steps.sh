@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # For scripts that check step by step: they set log, a file, and source this.
 # shellcheck shell=sh disable=SC2154
+export LC_ALL=C # so that [a-z] has all letters: Turkish has no i there
 passed=0
 check() { # NAME COMMAND...
     step=$1

@@ -73,6 +73,7 @@ int run_tests(const char *name, const struct test *tests, int count) {
     for (int i = 0; i < count; i++) {
         TCase *group = tcase_create(tests[i].test->name);
         tcase_set_timeout(group, TIMEOUT);
+        tcase_set_tags(group, tests[i].test->name); /* CK_EXCLUDE_TAGS names what is left out. */
         tcase_add_loop_test(group, tests[i].test, 0, tests[i].count);
         suite_add_tcase(suite, group);
     }

@@ -50,6 +50,12 @@ struct shape {
     static constexpr int ENTRY_SLOTS = 4, TEAMS = 2; /* for tiles of entries */
     static constexpr int STEP = SPARSE ? 1 : 2;      /* a weight block's, in tiles: short ones wait for one another */
     static constexpr int ROOM = (SPARSE ? 221 : 215) * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
+    /* A hidden block's: what gates and results leave. */
+    static constexpr int GATES = 2, RESULTS = 3, LEFT = ROOM - GATES * GATE_BYTES - RESULTS * RESULT_BYTES;
+    static constexpr int ITEM_SLOTS = SPARSE ? ENTRY_SLOTS : LEFT / LOGITS_BYTES < 12 ? LEFT / LOGITS_BYTES : 12;
+    static_assert(ITEM_SLOTS % TURNS == 0 && ENTRY_SLOTS % TEAMS == 0,
+                  "whoever takes every other tile must see every phase of its slots' barriers");
+    static_assert(ITEM_SLOTS * LOGITS_BYTES + (SPARSE ? ENTRIES_ROOM : 0) <= LEFT, "slots fit");
 };
 
 /* How the blocks share the work: first those of the weight gradient, of so many parts of the experts; then those of
@@ -417,16 +423,13 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     ring gate, results, entries{};
     gate.slots = shared;
     gate.bytes = shape::GATE_BYTES;
-    gate.count = 2;
+    gate.count = shape::GATES;
     results.slots = gate.slots + gate.count * gate.bytes;
     results.bytes = RESULT_BYTES;
-    results.count = 3;
+    results.count = shape::RESULTS;
     job.logits.slots = results.slots + results.count * results.bytes;
     job.logits.bytes = shape::LOGITS_BYTES;
-    job.logits.count =
-        shape::SPARSE ? shape::ENTRY_SLOTS
-                      : (shape::ROOM - gate.count * gate.bytes - results.count * results.bytes) / shape::LOGITS_BYTES;
-    job.logits.count = job.logits.count < 12 ? job.logits.count : 12;
+    job.logits.count = shape::ITEM_SLOTS;
     gate.barriers = shared + shape::ROOM;
     results.barriers = gate.barriers + gate.count * 16;
     job.logits.barriers = results.barriers + results.count * 16;

@@ -29,14 +29,6 @@ __device__ __forceinline__ int swizzled(int row, int column) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-/* Keeps the compiler from moving what it does with the sums across this point: they are written behind its back. */
-template <int DOWN, int ACROSS>
-__device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
-#pragma unroll
-    for (int i = 0; i < DOWN * ACROSS * 4; i++)
-        asm volatile("" : "+f"(sums[i / 4 / ACROSS][i / 4 % ACROSS][i % 4])::"memory");
-}
-
 /* Which rows and columns of sums a warp has, as wgmma leaves them: 16 of each 64 rows, and all columns. */
 struct async_layout {
     static __device__ constexpr int row_step() {

@@ -46,6 +46,14 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+/* Keeps the compiler from moving what it does with the sums across this point: they are written behind its back. */
+template <int DOWN, int ACROSS>
+__device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
+#pragma unroll
+    for (int i = 0; i < DOWN * ACROSS * 4; i++)
+        asm volatile("" : "+f"(sums[i / 4 / ACROSS][i / 4 % ACROSS][i % 4])::"memory");
+}
+
 /* wgmma.mma_async.m64nNk16 (9.7.15.5.2): sums = a b, or += where add is not 0; float32 sums. TERM_ROWS_A: a's rows in
  * memory are terms, otherwise they are the product's rows; b's rows always are terms. */
 #define MOER_R8 "%0, %1, %2, %3, %4, %5, %6, %7"

@@ -227,8 +227,8 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
  * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
  * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both
  * are timed. The verdict is kept in a file of the user's cache folder, $XDG_CACHE_HOME/moerouter or
- * $HOME/.cache/moerouter, and counts for this process and those to come. It takes seconds, and nothing else should be
- * running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
+ * $HOME/.cache/moerouter, and counts for this process and those to come. It takes less than a minute, and nothing else
+ * should be running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
  *
  * device      kDLCUDA or kDLCUDAManaged
  * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too; 0 means

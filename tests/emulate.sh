@@ -1,0 +1,20 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# emulate.sh FOLDER [SEEDS]: compiles the fused kernel for this machine's processor, where there is an nvcc, whose headers
+# it needs, and runs it in an emulator: so many seeds of chance for each case.
+set -eu
+mkdir -p "$1/cuda"
+folder=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+if ! command -v nvcc >/dev/null; then
+    echo "emulate.sh: no nvcc"
+    exit 0
+fi
+cp backends/cuda/*.cu backends/cuda/*.cuh "$folder/cuda"
+# Instructions are the emulator's.
+for header in ptx wgmma; do
+    printf '#include "emulated.h"\n' >"$folder/cuda/$header.cuh"
+done
+nvcc -x c++ -std=c++17 -O2 -D__CUDA_ARCH_FEAT_SM90_ALL -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude \
+    -cudart none -o "$folder/emulate" tests/emulate_fused.cc
+"$folder/emulate" ${2+"$2"}

@@ -1,0 +1,484 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A kernel's blocks on the CPU, one after the other: what ptx.cuh and wgmma.cuh have for a GPU, as the PTX ISA
+ * describes it, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was begun is done,
+ * chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what has not come,
+ * writes what is still to be read, or waits for what may never be, is likely to do so here.
+ *
+ * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another block does. */
+#ifndef MOER_EMULATED_H
+#define MOER_EMULATED_H
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <vector>
+
+namespace emulated {
+
+enum { LANES = 32, SHARED_BYTES = 227 * 1024, STACK_BYTES = 128 * 1024 };
+inline char *shared; /* so many bytes, by the kernel */
+/* Shared memory begins with 1 KB of the system's own. */
+enum { FIRST_ADDRESS = 1024 };
+
+struct barrier {
+    int arrivals, pending, phase;
+    long bytes;
+};
+
+struct fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    unsigned number;
+    bool done = false;
+    std::deque<std::vector<std::function<void()>>> products, stores; /* groups; the last is not committed yet */
+};
+
+struct block {
+    std::vector<fiber> fibers;
+    std::map<uint32_t, barrier> barriers;
+    std::vector<std::function<void()>> copies;
+    std::map<int, int> waiting; /* at a barrier of bar.sync, by its number and round */
+    std::map<int, int> rounds;
+    std::map<int, std::vector<unsigned>> shuffles;
+    long idle = 0;
+};
+
+inline block *now;
+inline fiber *self;
+inline ucontext_t scheduler;
+inline std::mt19937 chance;
+inline unsigned block_number, grid_size, block_size;
+
+inline void yield() {
+    swapcontext(&self->context, &scheduler);
+}
+
+[[noreturn]] inline void fail(const char *what) {
+    fprintf(stderr, "block %u, thread %u: %s\n", block_number, self ? self->number : 0, what);
+    abort();
+}
+
+template <typename Condition>
+void wait_until(Condition condition, const char *what) {
+    while (!condition()) {
+        if (++now->idle > 400000) {
+            if (now->copies.empty())
+                fail(what);
+            now->idle = 0;
+        }
+        yield();
+    }
+    now->idle = 0;
+}
+
+inline char *at(uint32_t address, int bytes) {
+    if (address < FIRST_ADDRESS || address + bytes > FIRST_ADDRESS + SHARED_BYTES)
+        fail("an address outside of shared memory");
+    return shared + (address - FIRST_ADDRESS);
+}
+
+/* Bits of an address that a swizzle of so many bytes changes. */
+inline uint32_t swizzled_address(uint32_t address, int width) {
+    return width == 128 ? address ^ (address >> 7 & 7) << 4 : width == 64 ? address ^ (address >> 7 & 3) << 4 : address;
+}
+
+inline void settle(barrier &barrier) {
+    if (barrier.pending == 0 && barrier.bytes == 0) {
+        barrier.phase ^= 1;
+        barrier.pending = barrier.arrivals;
+    }
+}
+
+inline barrier &barrier_at(uint32_t address) {
+    auto found = now->barriers.find(address);
+    if (found == now->barriers.end())
+        fail("a barrier that was not initialised");
+    return found->second;
+}
+
+inline void complete(uint32_t address, long bytes) {
+    barrier_at(address).bytes -= bytes;
+    settle(barrier_at(address));
+    now->idle = 0;
+}
+
+/* What is done in its own time. */
+inline void later(std::function<void()> what) {
+    now->copies.push_back(std::move(what));
+}
+
+inline void some_copies() {
+    while (!now->copies.empty() && chance() % 3) {
+        const size_t which = chance() % now->copies.size();
+        auto copy = std::move(now->copies[which]);
+        now->copies.erase(now->copies.begin() + static_cast<long>(which));
+        copy();
+    }
+}
+
+/* Groups but for the last so many; the last of all is not committed. */
+inline void finish(std::deque<std::vector<std::function<void()>>> &groups, size_t pending) {
+    while (groups.size() > pending + 1) {
+        for (auto &what : groups.front())
+            what();
+        groups.pop_front();
+    }
+}
+
+inline unsigned meet(int which, unsigned threads) { /* barrier.sync; returns the round */
+    const int round = now->rounds[which], key = which * 1000000 + round;
+    if (++now->waiting[key] == static_cast<int>(threads)) {
+        now->rounds[which]++;
+        now->idle = 0;
+    }
+    wait_until([=] { return now->rounds[which] != round; }, "waits for threads that do not come");
+    return static_cast<unsigned>(round);
+}
+
+/* The map that make_map() asks the driver for. */
+struct tensor_map {
+    char *data;
+    uint64_t columns, rows, stride;
+    unsigned box_columns, box_rows, swizzle;
+};
+static_assert(sizeof(tensor_map) <= sizeof(CUtensorMap), "fits");
+
+inline CUresult encode(CUtensorMap *map, CUtensorMapDataType, cuuint32_t, void *data, const cuuint64_t *size,
+                       const cuuint64_t *stride, const cuuint32_t *box, const cuuint32_t *, CUtensorMapInterleave,
+                       CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+    const unsigned width = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 0;
+    const tensor_map made = {static_cast<char *>(data), size[0], size[1], stride[0], box[0], box[1], width};
+    if (reinterpret_cast<uintptr_t>(data) % 16 || stride[0] % 16 || box[0] > 256 || box[1] > 256 ||
+        (width && box[0] * 2 > width))
+        return CUDA_ERROR_INVALID_VALUE;
+    memset(map, 0, sizeof *map);
+    memcpy(map, &made, sizeof made);
+    return CUDA_SUCCESS;
+}
+
+/* Visits a box: where each element lies in shared memory, and in the matrix, NULL outside. */
+template <typename Visit>
+void each_of_box(const CUtensorMap &map, int column, int row, uint32_t address, Visit visit) {
+    tensor_map box;
+    memcpy(&box, &map, sizeof box);
+    if (address % 128)
+        fail("a box that does not begin at a multiple of 128");
+    for (unsigned r = 0; r < box.box_rows; r++)
+        for (unsigned c = 0; c < box.box_columns; c++) {
+            const int64_t y = row + static_cast<int64_t>(r), x = column + static_cast<int64_t>(c);
+            const bool exists =
+                y >= 0 && x >= 0 && y < static_cast<int64_t>(box.rows) && x < static_cast<int64_t>(box.columns);
+            visit(at(swizzled_address(address + (r * box.box_columns + c) * 2, static_cast<int>(box.swizzle)), 2),
+                  exists ? box.data + static_cast<uint64_t>(y) * box.stride + static_cast<uint64_t>(x) * 2 : nullptr);
+        }
+}
+
+inline long bytes_of(const CUtensorMap &map) {
+    tensor_map box;
+    memcpy(&box, &map, sizeof box);
+    return static_cast<long>(box.box_rows) * box.box_columns * 2;
+}
+
+inline std::function<void()> *body;
+inline void enter() {
+    (*body)();
+    self->done = true;
+    yield();
+    abort();
+}
+
+template <typename Kernel, typename... Arguments>
+void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments &...arguments) {
+    std::function<void()> call = [&] { kernel(arguments...); };
+    body = &call;
+    grid_size = blocks;
+    block_size = threads;
+    std::vector<std::vector<char>> stacks(threads);
+    for (block_number = 0; block_number < blocks; block_number++) {
+        block block;
+        now = &block;
+        memset(shared, 0xff, SHARED_BYTES); /* NaN */
+        block.fibers.resize(threads);
+        for (unsigned i = 0; i < threads; i++) {
+            fiber &fiber = block.fibers[i];
+            stacks[i].resize(STACK_BYTES);
+            fiber.number = i;
+            fiber.products.emplace_back();
+            fiber.stores.emplace_back();
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = stacks[i].data();
+            fiber.context.uc_stack.ss_size = stacks[i].size();
+            fiber.context.uc_link = nullptr;
+            makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter), 0);
+        }
+        /* Chance holds some warps up, and copies, until nothing else goes on. */
+        const unsigned warps = threads / LANES;
+        std::vector<bool> held(warps, false);
+        bool held_copies = false;
+        unsigned left = threads;
+        for (long turn = 0, until = 0; left > 0; turn++) {
+            if (turn >= until || block.idle > 4 * static_cast<long>(threads)) {
+                const bool stuck = block.idle > 4 * static_cast<long>(threads);
+                for (unsigned i = 0; i < warps; i++)
+                    held[i] = !stuck && chance() % 3 == 0;
+                held_copies = !stuck && chance() % 3 == 0;
+                until = turn + (stuck ? 50 : chance() % 3000);
+            }
+            const unsigned warp = chance() % warps;
+            if (held[warp]) {
+                block.idle++;
+                continue;
+            }
+            for (unsigned lane = 0; lane < LANES; lane++) {
+                fiber &fiber = block.fibers[warp * LANES + lane];
+                if (fiber.done)
+                    continue;
+                self = &fiber;
+                swapcontext(&scheduler, &fiber.context);
+                left -= fiber.done;
+            }
+            self = nullptr;
+            if (!held_copies)
+                some_copies();
+        }
+        while (!block.copies.empty())
+            some_copies();
+        for (fiber &fiber : block.fibers) {
+            finish(fiber.stores, 0);
+            if (fiber.products.size() > 1 || !fiber.products.back().empty())
+                fprintf(stderr, "products that nobody waits for\n"), abort();
+        }
+    }
+}
+
+} // namespace emulated
+
+namespace emulated {
+struct number {
+    unsigned (*get)();
+    operator unsigned() const {
+        return get();
+    }
+};
+struct index {
+    number x;
+};
+} // namespace emulated
+inline const emulated::index threadIdx{{[] { return emulated::self->number; }}},
+    blockIdx{{[] { return emulated::block_number; }}}, gridDim{{[] { return emulated::grid_size; }}},
+    blockDim{{[] { return emulated::block_size; }}};
+
+/* ---- CUDA C++ ---- */
+
+inline void __syncthreads() {
+    emulated::meet(0, emulated::block_size);
+}
+inline void __syncwarp() {
+    emulated::meet(100 + static_cast<int>(emulated::self->number) / 32, 32);
+}
+template <typename V>
+V shuffled(V value, unsigned from) {
+    const int warp = static_cast<int>(emulated::self->number) / 32;
+    auto &values = emulated::now->shuffles[warp];
+    values.resize(32);
+    values[emulated::self->number % 32] = static_cast<unsigned>(value);
+    emulated::meet(200 + warp, 32);
+    value = static_cast<V>(values[from]);
+    emulated::meet(300 + warp, 32);
+    return value;
+}
+inline int __shfl_sync(unsigned, int value, int lane) {
+    return shuffled(value, static_cast<unsigned>(lane));
+}
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
+    return shuffled(value, emulated::self->number % 32 ^ static_cast<unsigned>(mask));
+}
+inline float __fadd_rn(float a, float b) {
+    return a + b;
+}
+inline uint4 __ldcg(const uint4 *from) {
+    return *from;
+}
+#define __trap() abort()
+#undef __noinline__
+#define __noinline__
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+/* ---- ptx.cuh ---- */
+
+inline uint32_t shared_address(const void *pointer) {
+    return static_cast<uint32_t>(static_cast<const char *>(pointer) - emulated::shared) + emulated::FIRST_ADDRESS;
+}
+inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
+    if (bytes % 16 || to % 16 || reinterpret_cast<uintptr_t>(from) % 16)
+        emulated::fail("a bulk copy of what is not whole chunks");
+    emulated::later([=] {
+        memcpy(emulated::at(to, bytes), from, static_cast<size_t>(bytes));
+        emulated::complete(barrier, bytes);
+    });
+}
+inline void copy_box(uint32_t to, const CUtensorMap &map, int column, int row, uint32_t barrier) {
+    emulated::later([=, &map] {
+        emulated::each_of_box(map, column, row, to, [](char *here, const char *there) {
+            memset(here, 0, 2);
+            if (there)
+                memcpy(here, there, 2);
+        });
+        emulated::complete(barrier, emulated::bytes_of(map));
+    });
+}
+inline void store_box(const CUtensorMap &map, int column, int row, uint32_t from) {
+    emulated::self->stores.back().push_back([=, &map] {
+        emulated::each_of_box(map, column, row, from, [](const char *here, char *there) {
+            if (there)
+                memcpy(there, here, 2);
+        });
+    });
+    emulated::self->stores.emplace_back();
+}
+template <int PENDING>
+void store_bulk_wait() {
+    emulated::finish(emulated::self->stores, PENDING);
+    emulated::yield();
+}
+inline void barrier_init(uint32_t barrier, int arrivals) {
+    emulated::now->barriers[barrier] = {arrivals, arrivals, 0, 0};
+}
+inline void barrier_init_done() {}
+inline void barrier_arrive_expecting(uint32_t address, int bytes) {
+    emulated::barrier &barrier = emulated::barrier_at(address);
+    barrier.bytes += bytes;
+    if (--barrier.pending < 0)
+        emulated::fail("more arrive than the barrier has been told");
+    emulated::settle(barrier);
+    emulated::now->idle = 0;
+    emulated::yield();
+}
+inline void barrier_arrive(uint32_t barrier) {
+    barrier_arrive_expecting(barrier, 0);
+}
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    emulated::wait_until([=] { return emulated::barrier_at(barrier).phase != static_cast<int>(parity); },
+                         "waits for a barrier for ever");
+}
+inline void prefetch_map(const CUtensorMap &) {}
+inline void synchronize(int barrier, int threads) {
+    emulated::meet(barrier, static_cast<unsigned>(threads));
+}
+inline void store_shared(uint32_t to, const float (&values)[4]) {
+    memcpy(emulated::at(to, 16), values, 16);
+}
+template <typename T>
+void store_shared(uint32_t to, T value) {
+    memcpy(emulated::at(to, sizeof value), &value, sizeof value);
+}
+inline uint4 load_words(uint32_t from) {
+    uint4 value;
+    memcpy(&value, emulated::at(from, 16), 16);
+    return value;
+}
+/* A lane has the row's address of a matrix; it gives two elements of a row of each. */
+inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const int warp = static_cast<int>(emulated::self->number) / 32,
+              lane = static_cast<int>(emulated::self->number) % 32;
+    auto &rows = emulated::now->shuffles[1000 + warp];
+    rows.resize(32);
+    rows[static_cast<size_t>(lane)] = row;
+    emulated::meet(400 + warp, 32);
+    const uint32_t values[] = {a, b, c, d};
+    for (int i = 0; i < 4; i++)
+        memcpy(emulated::at(rows[static_cast<size_t>(i * 8 + lane / 4)] + static_cast<uint32_t>(lane % 4) * 4, 4),
+               &values[i], 4);
+    emulated::meet(500 + warp, 32);
+}
+
+/* ---- wgmma.cuh ---- */
+
+enum swizzle : uint32_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
+
+struct matrix {
+    uint32_t low, high;
+    matrix operator+(int bytes) const {
+        return {low + static_cast<uint32_t>(bytes / 16), high};
+    }
+    operator uint64_t() const {
+        return static_cast<uint64_t>(high) << 32 | low;
+    }
+};
+inline matrix matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
+    return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | static_cast<uint32_t>(swizzle) << 30};
+}
+template <int DOWN, int ACROSS>
+void hold(float (&)[DOWN][ACROSS][4]) {}
+inline void fence_asynchronous() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+    emulated::self->products.emplace_back();
+}
+template <int PENDING>
+void wgmma_wait() {
+    emulated::finish(emulated::self->products, PENDING);
+    emulated::yield();
+}
+
+namespace emulated {
+
+/* An element of a matrix by its descriptor: where it begins, what lies how many bytes apart, and the swizzle. */
+template <typename T>
+float element(uint64_t descriptor, bool term_rows, int outer, int term) {
+    const uint32_t start = (descriptor & 0x3fff) << 4, across = (descriptor >> 16 & 0x3fff) << 4,
+                   along = (descriptor >> 32 & 0x3fff) << 4;
+    const int width = descriptor >> 62 == 1 ? 128 : 64, in_panel = width / 2;
+    uint32_t address = start;
+    if (term_rows)
+        address += static_cast<uint32_t>(outer / in_panel) * across + static_cast<uint32_t>(term / 8) * along +
+                   static_cast<uint32_t>(term % 8 * width + outer % in_panel * 2);
+    else
+        address += static_cast<uint32_t>(outer / 8) * along + static_cast<uint32_t>(outer % 8 * width + term * 2);
+    T value;
+    memcpy(&value, at(swizzled_address(address, width), 2), 2);
+    return static_cast<float>(value);
+}
+
+template <bool TERM_ROWS_A, typename T, int GROUPS>
+void product(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add) {
+    const int warp = static_cast<int>(self->number) / 32 % 4, lane = static_cast<int>(self->number) % 32;
+    float *to = &sums[0][0];
+    self->products.back().push_back([=] {
+        for (int half = 0; half < 2; half++) {
+            float row[16];
+            for (int k = 0; k < 16; k++)
+                row[k] = element<T>(a, TERM_ROWS_A, warp * 16 + half * 8 + lane / 4, k);
+            for (int j = 0; j < GROUPS; j++)
+                for (int i = 0; i < 2; i++) {
+                    float sum = add ? to[j * 4 + half * 2 + i] : 0;
+                    for (int k = 0; k < 16; k++)
+                        sum += row[k] * element<T>(b, true, j * 8 + lane % 4 * 2 + i, k);
+                    to[j * 4 + half * 2 + i] = sum;
+                }
+        }
+    });
+}
+
+} // namespace emulated
+
+template <bool TERM_ROWS_A, int GROUPS>
+void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __nv_bfloat16) {
+    emulated::product<TERM_ROWS_A, __nv_bfloat16>(sums, a, b, add);
+}
+template <bool TERM_ROWS_A, int GROUPS>
+void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __half) {
+    emulated::product<TERM_ROWS_A, __half>(sums, a, b, add);
+}
+
+#endif

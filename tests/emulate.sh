@@ -13,7 +13,7 @@ fi
 cp backends/cuda/*.cu backends/cuda/*.cuh "$folder/cuda"
 # Instructions are the emulator's.
 for header in ptx wgmma; do
-    printf '#include "emulated.h"\n' >"$folder/cuda/$header.cuh"
+    printf '#include "emulated_cuda.h"\n' >"$folder/cuda/$header.cuh"
 done
 nvcc -x c++ -std=c++17 -O2 -D__CUDA_ARCH_FEAT_SM90_ALL -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude \
     -cudart none -o "$folder/emulate" tests/emulate_fused.cc

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fused kernel, as it is, in an emulator (emulated.h), on small integers, whose sums are exact: every element of
+/* The fused kernel, as it is, in an emulator (emulated_cuda.h), on small integers, whose sums are exact: every element of
  * both gradients must be right, whatever the order of events. */
-#include "emulated.h"
+#include "emulated_cuda.h"
 
 /* What its launch asks of CUDA's runtime. */
 namespace moer_fused {

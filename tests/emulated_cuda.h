@@ -5,8 +5,8 @@
  * writes what is still to be read, or waits for what may never be, is likely to do so here.
  *
  * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another block does. */
-#ifndef MOER_EMULATED_H
-#define MOER_EMULATED_H
+#ifndef MOER_EMULATED_CUDA_H
+#define MOER_EMULATED_CUDA_H
 
 #include <cuda.h>
 #include <cuda_bf16.h>

@@ -186,7 +186,7 @@ class parts {
 /* Whether the fused kernel is made for such a shape. More columns would leave too few multiprocessors of the GPU that
  * it is made for to the hidden gradient. */
 bool has_fused_shape(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 1 << 20 };
+    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 8192 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
     return problem.tuned && problem.type != F32 && problem.tokens > 0 && problem.tokens <= MOST_TOKENS_FUSED &&
            problem.experts > 0 && problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&

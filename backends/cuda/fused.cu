@@ -3,7 +3,7 @@
  * tokens, or a part of grad_hidden_states; so nothing is summed up across blocks, and no block waits for another.
  *
  * - A weight block has 64 columns, and all experts or 64 of them: G^T times hidden states, a warpgroup for each 64
- *   experts. Hidden states come by tensor copies, the first of which do not wait for the kernel before.
+ *   experts. Hidden states come by tensor copies, which do not wait for the kernel before.
  * - A hidden block has a run of items: tiles of 64 tokens by 128 columns of grad_hidden_states, one below the other and
  *   then the next columns. Two warpgroups take turns: G times the gate, whose columns come by tensor copies while the
  *   ones before are in use. A warp stores results by tensor copies; stores of registers took three times as long as the
@@ -26,16 +26,14 @@ namespace moer_fused {
 enum {
     TOKENS = TILE_TOKENS,
     BLOCK = 64, /* experts */
-    PANEL_COLUMNS = FUSED_COLUMNS,
-    ITEM_COLUMNS = 2 * PANEL_COLUMNS,
-    PANEL_BYTES = TOKENS * B_PANEL,   /* of a tile of hidden states, or half an item */
-    BLOCK_BYTES = TOKENS * BLOCK * 2, /* of a tile of G */
+    PANEL_COLUMNS = B_PANEL / 2,
+    HIDDEN_COLUMNS = 2 * PANEL_COLUMNS, /* of an item */
     WARPGROUP = 128,
-    WARPS = WARPGROUP / WARP,
     TURNS = 2,
-    TEAMS = 2,
-    ENTRY_TILES = 4,
-    ENTRIES_ROOM = 12 * 1024, /* two tiles of 16 entries a token, at least */
+    HIDDEN_BYTES = TOKENS * B_PANEL,
+    RESULT_BYTES = TOKENS * HIDDEN_COLUMNS * 2,
+    BLOCK_BYTES = TOKENS * BLOCK * 2, /* of a tile of G */
+    ENTRIES_ROOM = 12 * 1024,         /* two tiles of 16 entries a token, at least */
     MOST_BARRIERS = 64
 };
 
@@ -44,26 +42,26 @@ template <int MOST_EXPERTS, bool SPARSE_LOGITS>
 struct shape {
     static constexpr int EXPERTS = MOST_EXPERTS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
     static constexpr bool SPARSE = SPARSE_LOGITS;
-    static constexpr int WARPGROUPS = BLOCKS > TURNS ? BLOCKS : TURNS, LOADERS = SPARSE ? TEAMS * TOKENS : WARP;
+    static constexpr int LOADERS = SPARSE ? 128 : WARP;
+    static constexpr int WARPGROUPS = BLOCKS > TURNS ? BLOCKS : TURNS;
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
-    static constexpr int BOUND = SPARSE ? 640 : 512; /* registers: 96, or 128, of which it takes 96 */
-    static constexpr int GATE_BYTES = EXPERTS * ITEM_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
+    static constexpr int BOUND = SPARSE ? 640 : 512; /* registers: 96 or 128 */
+    static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
+    static constexpr int ENTRY_SLOTS = 4, TEAMS = 2; /* for tiles of entries */
+    static constexpr int STEP = SPARSE ? 1 : 2;      /* a weight block's, in tiles: short ones wait for one another */
     static constexpr int ROOM = (SPARSE ? 221 : 215) * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
-    /* A weight block's step is so many tiles: short ones would wait for one another. So many steps do not wait for the
-     * kernel before: more would make that late, and the gates. */
-    static constexpr int STEP = SPARSE ? 1 : 2, EARLY_STEPS = SPARSE ? 6 : 2;
-    static constexpr int RESULTS = 3, GATES = 2;
-    static constexpr int LEFT = ROOM - GATES * GATE_BYTES - RESULTS * 2 * PANEL_BYTES - (SPARSE ? ENTRIES_ROOM : 0);
-    static constexpr int ITEM_TILES = SPARSE ? ENTRY_TILES : LEFT / LOGITS_BYTES / TURNS * TURNS;
-    /* Whoever takes every other tile must see every phase of its slots' barriers. */
-    static_assert(ITEM_TILES % TURNS == 0 && ENTRY_TILES % TEAMS == 0 && ITEM_TILES * LOGITS_BYTES <= LEFT, "slots");
+    /* A hidden block's: what gates and results leave. */
+    static constexpr int GATES = 2, RESULTS = 3, LEFT = ROOM - GATES * GATE_BYTES - RESULTS * RESULT_BYTES;
+    static constexpr int ITEM_SLOTS = SPARSE ? ENTRY_SLOTS : LEFT / LOGITS_BYTES < 12 ? LEFT / LOGITS_BYTES : 12;
+    static_assert(ITEM_SLOTS % TURNS == 0 && ENTRY_SLOTS % TEAMS == 0,
+                  "whoever takes every other tile must see every phase of its slots' barriers");
+    static_assert(ITEM_SLOTS * LOGITS_BYTES + (SPARSE ? ENTRIES_ROOM : 0) <= LEFT, "slots fit");
 };
 
-/* How the blocks share the work: first those of the weight gradient, each of 64 experts if they are apart; then those
- * of grad_hidden_states, each of so many items, and the first so many of one more. */
+/* How the blocks share the work: first those of the weight gradient, of so many parts of the experts; then those of
+ * grad_hidden_states, each of so many items, and the first so many of one more. */
 struct shares {
-    int weight_blocks;
-    bool apart;
+    int weight_blocks, parts;
     int tiles; /* of tokens */
     int items, rest;
 };
@@ -88,13 +86,7 @@ struct ring {
     uint32_t slots, barriers;
     int bytes, count;
 
-    __device__ __forceinline__ uint32_t end() const {
-        return slots + count * bytes;
-    }
-    __device__ __forceinline__ uint32_t barriers_end() const {
-        return barriers + count * 16;
-    }
-    /* A warp each takes its share: what several lanes do to barriers, they do one after the other. */
+    /* A warp each takes its share: what many lanes do to barriers, they do one after the other. */
     __device__ __forceinline__ void init(int producers, int consumers) const {
         if (threadIdx.x % WARP == 0)
             for (int slot = threadIdx.x / WARP; slot < count; slot += blockDim.x / WARP) {
@@ -131,12 +123,11 @@ struct place {
         if (threadIdx.x % WARP == 0)
             barrier_arrive(empty());
     }
-    __device__ __forceinline__ void advance(int slots = 1) {
-        for (int i = 0; i < slots; i++)
-            if (++slot == around.count) {
-                slot = 0;
-                parity ^= 1;
-            }
+    __device__ __forceinline__ void advance() {
+        if (++slot == around.count) {
+            slot = 0;
+            parity ^= 1;
+        }
     }
 };
 
@@ -163,48 +154,18 @@ struct sums_of : async_layout {
 /* ---- Either block ---- */
 
 /* What a block works on: steps, of which each needs a tile of G, or two. */
-template <typename Shape>
 struct job {
-    using shape = Shape;
     int first, steps, tiles; /* step i's is tile (first + i) % tiles */
-    ring logits, entries;
-    /* Who a thread is: a warpgroup, or so many threads behind them. */
-    int warpgroup, thread;
+    ring logits;
 
-    __device__ __forceinline__ job() {
-        warpgroup = uniform(threadIdx.x / WARPGROUP);
-        thread = static_cast<int>(threadIdx.x) - shape::WARPGROUPS * WARPGROUP;
-    }
-    __device__ __forceinline__ bool loads() const {
-        return thread >= 0 && thread < shape::LOADERS;
-    }
-    __device__ __forceinline__ bool leads() const {
-        return thread == shape::LOADERS;
-    }
-    __device__ __forceinline__ bool follows() const {
-        return thread == shape::LOADERS + WARP;
-    }
     __device__ __forceinline__ int tile(int step) const {
         return static_cast<int>(static_cast<unsigned>(first + step) % static_cast<unsigned>(tiles));
-    }
-    /* At the end of shared memory; an even number of slots, since each is one team's. */
-    __device__ __forceinline__ void place_entries(const problem &problem, uint32_t shared, uint32_t barriers) {
-        const int bytes = TOKENS * 4 * problem.entries;
-        entries = {shared + shape::ROOM - ENTRIES_ROOM, barriers, bytes,
-                   bytes <= ENTRIES_ROOM / 6   ? 6
-                   : bytes <= ENTRIES_ROOM / 4 ? 4
-                                               : 2};
-    }
-    __device__ __forceinline__ void init_logits(int consumers) const {
-        logits.init(shape::SPARSE ? TOKENS / WARP : 1, consumers);
-        if (shape::SPARSE)
-            entries.init(1, TOKENS / WARP);
     }
 };
 
 /* So many tiles of G a step, or so many bytes of each, by a single thread. */
-template <int TOGETHER, typename shape>
-__device__ __forceinline__ void copy_logits(const job<shape> &job, const char *logits, int bytes) {
+template <typename shape, int TOGETHER>
+__device__ __forceinline__ void load_logits(const job &job, const char *logits, int bytes) {
     place at(job.logits);
     wait_for_last_kernel();
     int tile = job.first;
@@ -220,6 +181,19 @@ __device__ __forceinline__ void copy_logits(const job<shape> &job, const char *l
     }
 }
 
+/* Writes entries into a tile of G, or zeros where those were. */
+__device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool zeros) {
+    for (uint32_t entry : {entries.x, entries.y, entries.z, entries.w})
+        if ((entry & 0xffff) != NO_ENTRY)
+            store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
+}
+
+/* A ring for entries of tiles, with an even number of slots: each is one team's. */
+__device__ __forceinline__ ring entries_ring(const problem &problem, uint32_t slots, uint32_t barriers) {
+    const int bytes = TOKENS * 4 * problem.entries;
+    return {slots, barriers, bytes, bytes <= ENTRIES_ROOM / 6 ? 6 : bytes <= ENTRIES_ROOM / 4 ? 4 : 2};
+}
+
 /* Entries of a tile of G, by a single thread. */
 __device__ __forceinline__ void copy_entries(const place &at, const problem &problem, int tile) {
     const int bytes = at.around.bytes;
@@ -228,23 +202,15 @@ __device__ __forceinline__ void copy_entries(const place &at, const problem &pro
     copy_bulk(at.memory(), problem.logits + static_cast<int64_t>(tile) * bytes, bytes, at.full());
 }
 
-/* Writes entries into a tile of G, or zeros where those were. */
-__device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool zeros) {
-    for (uint32_t entry : {entries.x, entries.y, entries.z, entries.w})
-        if ((entry & 0xffff) != NO_ENTRY)
-            store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
-}
-
 /* G from its entries, by teams of a thread a token, which take turns. They clear what they wrote into the slot before,
  * and write what there is now. Each thread keeps its first eight of those: what it loaded from global memory, the fence
  * would wait for. */
 template <typename shape>
-__device__ __forceinline__ void scatter_entries(const job<shape> &job, const problem &problem) {
-    constexpr int SLOTS = ENTRY_TILES / TEAMS, HELD = 2;
-    const int team = uniform(job.thread / TOKENS), chunks = problem.entries / 4;
-    const uint32_t own = job.thread % TOKENS * chunks * CHUNK_BYTES;
-    const char *list = problem.logits + own;
-    for (int i = job.thread * CHUNK_BYTES; i < ENTRY_TILES * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
+__device__ __forceinline__ void make_logits(const job &job, const ring &entries, const problem &problem, int thread) {
+    constexpr int TEAMS = shape::TEAMS, SLOTS = shape::ENTRY_SLOTS / TEAMS, HELD = 2;
+    const int team = uniform(thread / TOKENS), chunks = problem.entries / 4;
+    const uint32_t own = thread % TOKENS * chunks * CHUNK_BYTES;
+    for (int i = thread * CHUNK_BYTES; i < shape::ENTRY_SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
         store_shared(job.logits.slots + i, {0, 0, 0, 0});
     synchronize(2, shape::LOADERS);
     const uint4 none = make_uint4(NO_ENTRY, NO_ENTRY, NO_ENTRY, NO_ENTRY);
@@ -254,47 +220,50 @@ __device__ __forceinline__ void scatter_entries(const job<shape> &job, const pro
 #pragma unroll
         for (int j = 0; j < HELD; j++)
             held[s][j] = none;
-    place from(job.entries), to(job.logits);
-    from.advance(team);
-    to.advance(team);
+    place from(entries), to(job.logits);
+    if (team == 1) {
+        from.advance();
+        to.advance();
+    }
 #pragma unroll 1
-    for (int i = team; i < job.steps; i += ENTRY_TILES)
+    for (int i = team; i < job.steps; i += TEAMS * SLOTS)
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
             const int step = i + s * TEAMS;
             if (step >= job.steps)
                 break;
             from.wait_full();
-            uint4 next[HELD];
-#pragma unroll
-            for (int j = 0; j < HELD; j++)
-                next[j] = j < chunks ? load_words(from.memory() + own + j * CHUNK_BYTES) : none;
+            const uint32_t list = from.memory() + own;
             to.wait_empty();
             const uint32_t tile = to.memory();
 #pragma unroll
             for (int j = 0; j < HELD; j++)
                 put_entries(tile, held[s][j], true);
 #pragma unroll 1
-            for (int j = HELD; j < chunks && i >= ENTRY_TILES; j++) {
-                const char *last = list + static_cast<int64_t>(job.tile(step - ENTRY_TILES)) * job.entries.bytes;
-                put_entries(tile, __ldcg(reinterpret_cast<const uint4 *>(last) + j), true);
-            }
+            for (int j = HELD; j < chunks && i >= TEAMS * SLOTS; j++)
+                put_entries(tile,
+                            __ldcg(reinterpret_cast<const uint4 *>(
+                                problem.logits + job.tile(step - TEAMS * SLOTS) * int64_t{entries.bytes} + own +
+                                j * CHUNK_BYTES)),
+                            true);
 #pragma unroll
             for (int j = 0; j < HELD; j++) {
-                put_entries(tile, next[j], false);
-                held[s][j] = next[j];
+                held[s][j] = j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
+                put_entries(tile, held[s][j], false);
             }
 #pragma unroll 1
             for (int j = HELD; j < chunks; j++)
-                put_entries(tile, load_words(from.memory() + own + j * CHUNK_BYTES), false);
+                put_entries(tile, load_words(list + j * CHUNK_BYTES), false);
             fence_asynchronous();
             __syncwarp();
-            if (threadIdx.x % WARP == 0) {
+            if (thread % WARP == 0) {
                 barrier_arrive(to.full());
                 barrier_arrive(from.empty());
             }
-            from.advance(TEAMS);
-            to.advance(TEAMS);
+            for (int j = 0; j < TEAMS; j++) {
+                from.advance();
+                to.advance();
+            }
         }
 }
 
@@ -311,288 +280,286 @@ __device__ __noinline__ void store_apart(const problem &problem, int64_t expert,
     store_element(problem.grad_weight, expert, column + 1, second);
 }
 
-template <typename T>
-__device__ __forceinline__ void store_weight(const problem &problem, const sums_of<PANEL_COLUMNS> &sums, int expert,
-                                             int column) {
-    if (problem.whole_rows) {
-        store_sectors<T>(sums, problem.grad_weight, expert, problem.experts, column, problem.hidden);
-        return;
-    }
-    const int lane = threadIdx.x % WARP;
-#pragma unroll
-    for (int j = 0; j < sums.ACROSS; j++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = expert + sums.first_row() + lane / 4 + 8 * half, at = column + j * 8 + lane % 4 * 2;
-            if (row < problem.experts && at < problem.hidden)
-                store_apart(problem, row, at, sums.sums[0][j][2 * half], sums.sums[0][j][2 * half + 1]);
-        }
-}
-
-/* A warpgroup's 64 experts. logits: where theirs begin in a slot; part: from tile to tile of a step. A step's products
- * begin before those of the last are done, whose slots are then released. */
-template <typename T, typename shape>
-__device__ __forceinline__ void add_up(const job<shape> &job, const ring &hidden, int logits, int part,
-                                       sums_of<PANEL_COLUMNS> &total) {
-    sums_of<PANEL_COLUMNS> chain;
-    total.clear();
-    chain.clear();
-    const matrix first_a = matrix_at(job.logits.slots + logits, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64),
-                 first_b = matrix_at(hidden.slots, 8 * B_PANEL, 0, SWIZZLE_128);
-    place g(job.logits), x(hidden), last_g(job.logits), last_x(hidden);
-#pragma unroll 1
-    for (int i = 0; i < job.steps; i++) {
-        if (shape::SPARSE)
-            g.wait_full();
-        x.wait_full();
-        const matrix a = first_a + g.slot * job.logits.bytes, b = first_b + x.slot * hidden.bytes;
-        const int linked = i % (LONGEST_CHAIN / TOKENS / shape::STEP);
-        if (linked == 0 && i > 0) {
-            wgmma_wait<0>();
-            hold(chain.sums);
-            total.add(chain);
-            hold(chain.sums);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < shape::STEP; j++)
-#pragma unroll
-            for (int k = 0; k < TOKENS / 16; k++)
-                wgmma<true>(chain.sums[0], a + j * part + k * 16 * A_PANEL, b + (j * PANEL_BYTES + k * 16 * B_PANEL),
-                            j + k > 0 ? 1 : linked, T());
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0) {
-            last_x.release();
-            last_x.advance();
-            if (shape::SPARSE) {
-                last_g.release();
-                last_g.advance();
-            }
-        }
-        g.advance();
-        x.advance();
-    }
-    wgmma_wait<0>();
-    hold(chain.sums);
-    total.add(chain);
-}
-
 template <typename T, typename shape>
 __device__ __forceinline__ void weight_block(const shares &shares, const problem &problem, const maps &maps,
                                              uint32_t shared) {
-    constexpr int STEP = shape::STEP, HIDDEN_BYTES = STEP * PANEL_BYTES;
-    const int number = static_cast<int>(blockIdx.x);
-    const int column = (shares.apart ? number / shape::BLOCKS : number) * PANEL_COLUMNS;
-    const int part = shares.apart ? number % shape::BLOCKS : 0;
-    const int blocks = shares.apart ? 1 : shape::BLOCKS, bytes = blocks * BLOCK_BYTES; /* of the experts, and their G */
-    job<shape> job;
-    if (job.leads())
-        prefetch_map(maps.hidden_states);
+    /* A part is all blocks of 64 experts, or one; a warpgroup each. */
+    const bool apart = shares.parts > 1;
+    const int blocks = apart ? 1 : shape::BLOCKS, part = apart ? static_cast<int>(blockIdx.x) % shape::BLOCKS : 0;
+    const int column = static_cast<int>(blockIdx.x) / (apart ? shape::BLOCKS : 1) * PANEL_COLUMNS;
+    constexpr int STEP = shape::STEP, PART_SLOTS = shape::ROOM / (STEP * (HIDDEN_BYTES + BLOCK_BYTES)),
+                  ALL_SLOTS = shape::ROOM / (STEP * (HIDDEN_BYTES + shape::BLOCKS * BLOCK_BYTES));
+    const int part_bytes = blocks * BLOCK_BYTES;
+    job job;
     job.first = 0;
     job.tiles = shares.tiles;
     job.steps = (shares.tiles + STEP - 1) / STEP;
-    ring hidden;
+    ring hidden, entries{};
     hidden.slots = shared;
     hidden.barriers = shared + shape::ROOM;
     if (shape::SPARSE) {
-        hidden.bytes = HIDDEN_BYTES;
-        hidden.count = (shape::ROOM - ENTRIES_ROOM - ENTRY_TILES * shape::LOGITS_BYTES) / HIDDEN_BYTES;
-        job.logits = {hidden.end(), hidden.barriers_end(), shape::LOGITS_BYTES, ENTRY_TILES};
-        job.place_entries(problem, shared, job.logits.barriers_end());
-        job.init_logits(blocks * WARPS);
-        hidden.init(1, blocks * WARPS);
+        hidden.bytes = STEP * HIDDEN_BYTES;
+        hidden.count = (shape::ROOM - ENTRIES_ROOM - shape::ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
+        job.logits.slots = shared + hidden.count * hidden.bytes;
+        job.logits.bytes = shape::LOGITS_BYTES;
+        job.logits.count = shape::ENTRY_SLOTS;
+        job.logits.barriers = hidden.barriers + hidden.count * 16;
+        entries =
+            entries_ring(problem, shared + shape::ROOM - ENTRIES_ROOM, job.logits.barriers + job.logits.count * 16);
     } else { /* G in the same ring, behind hidden states */
-        hidden.bytes = HIDDEN_BYTES + STEP * bytes;
-        hidden.count = shares.apart ? shape::ROOM / (HIDDEN_BYTES + STEP * BLOCK_BYTES)
-                                    : shape::ROOM / (HIDDEN_BYTES + STEP * shape::LOGITS_BYTES);
+        hidden.bytes = STEP * (HIDDEN_BYTES + part_bytes);
+        hidden.count = apart ? PART_SLOTS : ALL_SLOTS;
         job.logits = hidden;
-        job.logits.slots += HIDDEN_BYTES;
-        hidden.init(2, blocks * WARPS);
+        job.logits.slots += STEP * HIDDEN_BYTES;
+    }
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const bool leads = thread == shape::LOADERS;
+    if (leads)
+        prefetch_map(maps.hidden_states);
+    hidden.init(shape::SPARSE ? 1 : 2, blocks * (WARPGROUP / WARP));
+    if (shape::SPARSE) {
+        job.logits.init(TOKENS / WARP, blocks * (WARPGROUP / WARP));
+        entries.init(1, TOKENS / WARP);
     }
     barrier_init_done();
     __syncthreads();
-    if (job.warpgroup < shape::WARPGROUPS) {
-        if (job.warpgroup >= blocks)
+    if (role < shape::WARPGROUPS) {
+        if (role >= blocks)
             return;
-        const int block = part * blocks + job.warpgroup;
-        sums_of<PANEL_COLUMNS> total;
-        add_up<T>(job, hidden, (shape::SPARSE ? block : job.warpgroup) * BLOCK_BYTES, bytes, total);
-        store_weight<T>(problem, total, block * BLOCK, column);
-    } else if (job.loads()) {
-        if constexpr (shape::SPARSE)
-            scatter_entries(job, problem);
-        else if (job.thread == 0)
-            copy_logits<STEP>(job, problem.logits + part * BLOCK_BYTES, bytes);
-    } else if (job.leads()) {
+        sums_of<PANEL_COLUMNS> chain, total;
+        total.clear();
+        chain.clear();
+        const int block = part * blocks + role;
+        const uint32_t offset = (shape::SPARSE ? block : role) * BLOCK_BYTES;
+        const matrix first_a = matrix_at(job.logits.slots + offset, 8 * A_PANEL, TOKENS * A_PANEL, SWIZZLE_64),
+                     first_b = matrix_at(hidden.slots, 8 * B_PANEL, 0, SWIZZLE_128);
+        place logits(job.logits), hidden_states(hidden), last_logits(job.logits), last_hidden(hidden);
+#pragma unroll 1
+        for (int i = 0; i < job.steps; i++) {
+            if (shape::SPARSE)
+                logits.wait_full();
+            hidden_states.wait_full();
+            const matrix a = first_a + logits.slot * job.logits.bytes, b = first_b + hidden_states.slot * hidden.bytes;
+            const int first = i % (LONGEST_CHAIN / TOKENS / STEP);
+            if (first == 0 && i > 0) {
+                wgmma_wait<0>();
+                hold(chain.sums);
+                total.add(chain);
+                hold(chain.sums);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int j = 0; j < STEP; j++)
+#pragma unroll
+                for (int k = 0; k < TOKENS / 16; k++)
+                    wgmma<true>(chain.sums[0], a + j * part_bytes + k * 16 * A_PANEL,
+                                b + (j * HIDDEN_BYTES + k * 16 * B_PANEL), j + k > 0 ? 1 : first, T());
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (i > 0) {
+                last_hidden.release();
+                last_hidden.advance();
+                if (shape::SPARSE) {
+                    last_logits.release();
+                    last_logits.advance();
+                }
+            }
+            logits.advance();
+            hidden_states.advance();
+        }
+        wgmma_wait<0>();
+        hold(chain.sums);
+        total.add(chain);
+        if (problem.whole_rows) {
+            store_sectors<T>(total, problem.grad_weight, block * BLOCK, problem.experts, column, problem.hidden);
+            return;
+        }
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int j = 0; j < total.ACROSS; j++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = block * BLOCK + total.first_row() + lane / 4 + 8 * half,
+                          at = column + j * 8 + lane % 4 * 2;
+                if (row < problem.experts && at < problem.hidden)
+                    store_apart(problem, row, at, total.sums[0][j][2 * half], total.sums[0][j][2 * half + 1]);
+            }
+        return;
+    }
+    if (leads) {
         place at(hidden);
 #pragma unroll 1
         for (int i = 0; i < job.steps; i++, at.advance()) {
-            if (i == shape::EARLY_STEPS)
-                wait_for_last_kernel();
             at.wait_empty();
-            barrier_arrive_expecting(at.full(), HIDDEN_BYTES);
+            barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
             copy_box(at.memory(), maps.hidden_states, column, i * STEP * TOKENS, at.full());
         }
-    } else if (shape::SPARSE && job.follows()) {
-        place at(job.entries);
+    } else if (shape::SPARSE && thread == shape::LOADERS + WARP) {
+        place at(entries);
         wait_for_last_kernel();
 #pragma unroll 1
         for (int i = 0; i < job.steps; i++, at.advance())
             copy_entries(at, problem, i);
+    } else if (thread >= 0 && thread < shape::LOADERS) {
+        if constexpr (shape::SPARSE)
+            make_logits<shape>(job, entries, problem, thread);
+        else if (thread == 0)
+            load_logits<shape, STEP>(job, problem.logits + part * BLOCK_BYTES, part_bytes);
     }
 }
 
 /* ---- Hidden blocks ---- */
 
-/* A turn's items: every other. */
-template <typename T, typename shape>
-__device__ __forceinline__ void multiply_gate(const job<shape> &job, const ring &gate, const ring &results) {
-    const int lane = threadIdx.x % WARP, turn = job.warpgroup;
-    sums_of<ITEM_COLUMNS> result;
-    result.clear();
-    const int row = result.first_row() + lane % 16; /* a lane's, of stores */
-    const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
-                 first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
-    place g(job.logits), w(gate), to(results);
-    g.advance(turn);
-    to.advance(turn);
-    int tile = job.first + turn;
-    w.wait_full();
-#pragma unroll 1
-    for (int i = turn; i < job.steps; i += TURNS, tile += TURNS) {
-        for (; tile >= job.tiles; tile -= job.tiles) {
-            w.release();
-            w.advance();
-            w.wait_full();
-        }
-        g.wait_full();
-        const matrix a = first_a + g.slot * shape::LOGITS_BYTES, b = first_b + w.slot * shape::GATE_BYTES;
-        hold(result.sums);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < shape::EXPERTS / 16; k++)
-            wgmma<false>(result.sums[0], a + (k / 2 * TOKENS * A_PANEL + k % 2 * A_PANEL / 2), b + k * 16 * B_PANEL,
-                         k > 0, T());
-        wgmma_commit();
-        wgmma_wait<0>();
-        hold(result.sums);
-        g.release();
-        to.wait_empty();
-        const uint32_t at = to.memory() + row * B_PANEL;
-#pragma unroll
-        for (int j = 0; j < result.ACROSS; j += 2) {
-            const float(&sums)[4] = result.sums[0][j], (&beside)[4] = result.sums[0][j + 1];
-            store_matrices(at + j / 8 * PANEL_BYTES + ((j % 8 + lane / 16) ^ row % 8) * CHUNK_BYTES,
-                           packed(sums[0], sums[1], T()), packed(sums[2], sums[3], T()),
-                           packed(beside[0], beside[1], T()), packed(beside[2], beside[3], T()));
-        }
-        fence_asynchronous();
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(to.full());
-        g.advance(TURNS);
-        to.advance(TURNS);
-    }
-}
-
-/* The gate's columns for a slice after the other, each before the slice before it ends, and entries of G. */
-template <typename shape>
-__device__ __forceinline__ void copy_gates(const job<shape> &job, const problem &problem, const maps &maps,
-                                           const ring &gate, int slice, int gates) {
-    place at(gate), list(job.entries);
-    int tile = job.first;
-    const auto copy = [&] {
-        at.wait_empty();
-        barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight, slice * ITEM_COLUMNS + i * PANEL_COLUMNS,
-                     0, at.full());
-        at.advance();
-        slice++;
-        gates--;
-    };
-    if (gates > 0)
-        copy();
-    if (shape::SPARSE)
-        wait_for_last_kernel();
-#pragma unroll 1
-    for (int i = 0; i < job.steps; i++) {
-        if (shape::SPARSE) {
-            copy_entries(list, problem, tile);
-            list.advance();
-        }
-        if (++tile == job.tiles) {
-            tile = 0;
-            if (gates > 0)
-                copy();
-        }
-    }
-}
-
-template <typename shape>
-__device__ __forceinline__ void store_items(const job<shape> &job, const maps &maps, const ring &results, int slice) {
-    place at(results), last(results);
-    int tile = job.first;
-#pragma unroll 1
-    for (int i = 0; i < job.steps; i++, at.advance()) {
-        at.wait_full();
-#pragma unroll
-        for (int j = 0; j < 2; j++)
-            store_box(maps.grad_hidden, slice * ITEM_COLUMNS + j * PANEL_COLUMNS, tile * TOKENS,
-                      at.memory() + j * PANEL_BYTES);
-        if (i > 0) {
-            store_bulk_wait<2>(); /* the two of this item */
-            barrier_arrive(last.empty());
-            last.advance();
-        }
-        if (++tile == job.tiles) {
-            tile = 0;
-            slice++;
-        }
-    }
-    store_bulk_wait<0>();
-}
-
 template <typename T, typename shape>
 __device__ __forceinline__ void hidden_block(const shares &shares, const problem &problem, const maps &maps,
                                              uint32_t shared, int number) {
-    const bool longer = number < shares.rest;
-    const int begin = number * shares.items + (longer ? number : shares.rest);
-    const int slice = static_cast<int>(static_cast<unsigned>(begin) / static_cast<unsigned>(shares.tiles));
-    job<shape> job;
-    if (job.leads()) {
+    const int tiles = shares.tiles, steps = shares.items + (number < shares.rest);
+    const unsigned begin = number * shares.items + (number < shares.rest ? number : shares.rest);
+    const int first_slice = static_cast<int>(begin / static_cast<unsigned>(tiles));
+    job job;
+    job.tiles = tiles;
+    job.first = static_cast<int>(begin) - first_slice * tiles;
+    job.steps = steps;
+    ring gate, results, entries{};
+    gate.slots = shared;
+    gate.bytes = shape::GATE_BYTES;
+    gate.count = shape::GATES;
+    results.slots = gate.slots + gate.count * gate.bytes;
+    results.bytes = RESULT_BYTES;
+    results.count = shape::RESULTS;
+    job.logits.slots = results.slots + results.count * results.bytes;
+    job.logits.bytes = shape::LOGITS_BYTES;
+    job.logits.count = shape::ITEM_SLOTS;
+    gate.barriers = shared + shape::ROOM;
+    results.barriers = gate.barriers + gate.count * 16;
+    job.logits.barriers = results.barriers + results.count * 16;
+    if (shape::SPARSE)
+        entries =
+            entries_ring(problem, shared + shape::ROOM - ENTRIES_ROOM, job.logits.barriers + job.logits.count * 16);
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const bool leads = thread == shape::LOADERS;
+    const int last_slice = steps > 0 ? first_slice + (job.first + steps - 1) / tiles : first_slice - 1;
+    if (leads) {
         prefetch_map(maps.weight);
         prefetch_map(maps.grad_hidden);
     }
-    job.tiles = shares.tiles;
-    job.first = begin - slice * shares.tiles;
-    job.steps = shares.items + longer;
-    const int gates = job.steps > 0 ? (job.first + job.steps - 1) / shares.tiles + 1 : 0;
-    const uint32_t barriers = shared + shape::ROOM;
-    const ring gate = {shared, barriers, shape::GATE_BYTES, shape::GATES};
-    const ring results = {gate.end(), gate.barriers_end(), 2 * PANEL_BYTES, shape::RESULTS};
-    job.logits = {results.end(), results.barriers_end(), shape::LOGITS_BYTES, shape::ITEM_TILES};
+    gate.init(1, TURNS * (WARPGROUP / WARP));
+    results.init(WARPGROUP / WARP, 1);
+    job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, WARPGROUP / WARP);
     if (shape::SPARSE)
-        job.place_entries(problem, shared, job.logits.barriers_end());
-    gate.init(1, TURNS * WARPS);
-    results.init(WARPS, 1);
-    job.init_logits(WARPS);
+        entries.init(1, TOKENS / WARP);
     barrier_init_done();
     __syncthreads();
-    if (job.warpgroup < shape::WARPGROUPS) {
-        if (job.warpgroup < TURNS && job.warpgroup < job.steps)
-            multiply_gate<T>(job, gate, results);
-    } else if (job.loads()) {
+    if (role < shape::WARPGROUPS) {
+        if (role >= TURNS || role >= steps)
+            return;
+        const int lane = threadIdx.x % WARP;
+        sums_of<HIDDEN_COLUMNS> result;
+        result.clear();
+        const int row = result.first_row() + lane % 16; /* a lane's, of stores */
+        const uint32_t row_at = row * B_PANEL;
+        const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
+                     first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
+        place logits(job.logits), to(results), weight(gate);
+        if (role == 1) {
+            logits.advance();
+            to.advance();
+        }
+        int slice = 0, next = job.first + role;
+        weight.wait_full();
+#pragma unroll 1
+        for (int i = role; i < steps; i += TURNS, next += TURNS) {
+            for (; next >= tiles; next -= tiles, slice++) {
+                weight.release();
+                weight.advance();
+                weight.wait_full();
+            }
+            logits.wait_full();
+            const matrix a = first_a + logits.slot * shape::LOGITS_BYTES, b = first_b + weight.slot * shape::GATE_BYTES;
+            hold(result.sums);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < shape::EXPERTS / 16; k++)
+                wgmma<false>(result.sums[0], a + (k / 2 * TOKENS * A_PANEL + k % 2 * A_PANEL / 2), b + k * 16 * B_PANEL,
+                             k > 0, T());
+            wgmma_commit();
+            wgmma_wait<0>();
+            hold(result.sums);
+            logits.release();
+            to.wait_empty();
+            const uint32_t at = to.memory() + row_at;
+#pragma unroll
+            for (int j = 0; j < result.ACROSS; j += 2) {
+                const float(&sums)[4] = result.sums[0][j], (&beside)[4] = result.sums[0][j + 1];
+                store_matrices(at + j / 8 * TOKENS * B_PANEL + ((j % 8 + lane / 16) ^ row % 8) * CHUNK_BYTES,
+                               packed(sums[0], sums[1], T()), packed(sums[2], sums[3], T()),
+                               packed(beside[0], beside[1], T()), packed(beside[2], beside[3], T()));
+            }
+            fence_asynchronous();
+            __syncwarp();
+            if (lane == 0)
+                barrier_arrive(to.full());
+            logits.advance(), logits.advance();
+            to.advance(), to.advance();
+        }
+        /* The slices that are left have no item of this warpgroup's. */
+        return;
+    }
+    if (leads) {
+        place at(gate), list(entries);
+        int tile = job.first, slice = first_slice, next = first_slice;
+        const auto copy_gate = [&] {
+            at.wait_empty();
+            barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
+                         next * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
+            at.advance();
+            next++;
+        };
+        while (next <= last_slice && next <= first_slice + 1)
+            copy_gate();
+        if (shape::SPARSE)
+            wait_for_last_kernel();
+#pragma unroll 1
+        for (int i = 0; i < steps; i++) {
+            if (shape::SPARSE) {
+                copy_entries(list, problem, tile);
+                list.advance();
+            }
+            if (next <= last_slice && next <= slice + 1)
+                copy_gate();
+            if (++tile == tiles) {
+                tile = 0;
+                slice++;
+            }
+        }
+    } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
-            scatter_entries(job, problem);
-        else if (job.thread == 0)
-            copy_logits<1>(job, problem.logits, shape::LOGITS_BYTES);
-    } else if (job.leads()) {
-        copy_gates(job, problem, maps, gate, slice, gates);
-    } else if (job.follows()) {
-        store_items(job, maps, results, slice);
+            make_logits<shape>(job, entries, problem, thread);
+        else if (thread == 0)
+            load_logits<shape, 1>(job, problem.logits, shape::LOGITS_BYTES);
+    } else if (thread == shape::LOADERS + WARP) {
+        place at(results), last(results);
+        int slice = first_slice, tile = job.first;
+#pragma unroll 1
+        for (int i = 0; i < steps; i++, at.advance()) {
+            at.wait_full();
+            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS, tile * TOKENS, at.memory());
+            store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + PANEL_COLUMNS, tile * TOKENS,
+                      at.memory() + TOKENS * B_PANEL);
+            if (i > 1) {
+                store_bulk_wait<4>();
+                barrier_arrive(last.empty());
+                last.advance();
+            }
+            if (++tile == tiles) {
+                tile = 0;
+                slice++;
+            }
+        }
+        store_bulk_wait<0>();
     }
 }
 
@@ -640,16 +607,16 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     const typed_rows &out = problem.grad_weight;
     struct problem with = problem;
     with.whole_rows = !problem.accumulate && out.type == problem.type && is_aligned(out, 2);
-    /* As many blocks as there are multiprocessors, or a few more. */
+    /* As many blocks as there are multiprocessors, or some more. */
     const int processors = attribute(cudaDevAttrMultiProcessorCount);
     const int slices = static_cast<int>(divide_up(problem.hidden, PANEL_COLUMNS));
     shares shares{};
-    shares.apart = slices * shape::BLOCKS <= processors / 2;
-    shares.weight_blocks = slices * (shares.apart ? shape::BLOCKS : 1);
+    shares.parts = slices * shape::BLOCKS <= processors / 2 ? shape::BLOCKS : 1;
+    shares.weight_blocks = slices * shares.parts;
     shares.tiles = static_cast<int>(divide_up(problem.tokens, TOKENS));
     const int left = processors - shares.weight_blocks;
     const int hidden_blocks = left > processors / 4 ? left : processors / 4;
-    const int items = static_cast<int>(divide_up(problem.hidden, ITEM_COLUMNS)) * shares.tiles;
+    const int items = static_cast<int>(divide_up(problem.hidden, HIDDEN_COLUMNS)) * shares.tiles;
     shares.items = items / hidden_blocks;
     shares.rest = items % hidden_blocks;
     const int64_t blocks = shares.weight_blocks + hidden_blocks;

@@ -37,7 +37,6 @@ struct barrier {
 
 struct fiber {
     ucontext_t context;
-    std::vector<char> stack;
     unsigned number;
     bool done = false;
     std::deque<std::vector<std::function<void()>>> products, stores; /* groups; the last is not committed yet */

@@ -14,15 +14,13 @@
  *         outside [0, E) is MOER_INVALID on the CPU, with every output untouched; a GPU skips it. Either way
  *         invalid_ids, where given, has the number of such ids added to it.
  * Memory: inputs are never written; an output may not overlap another tensor, judged by the bytes from first to last.
- * Bits:   the same inputs, library, device and environment, with what moer_tune() has found, give the same bits in every
- *         run. A token's row of grad_hidden_states does not depend on the other tokens. On the CPU neither depends on
- *         the number of threads.
- *         Where T is float32 and OpenBLAS does the products, both hold for one number of threads and one way of calling
- *         only, and a row may depend on the number of tokens (MOER_DETERMINISTIC=1 does without OpenBLAS).
- * Threads: any function may be called from several threads at once and, on the CPU, from inside an OpenMP region. A
- * forked child may call too, unless its parent has run an OpenMP region before: GNU's OpenMP then never returns.
- * Errors: a status, and a sentence from moer_last_error(). After an error every output is as it was before, but for
- *         MOER_DEVICE.
+ * Bits:   the same inputs, library, device and environment, with what moer_tune() has found, give the same bits in
+ * every run. A token's row of grad_hidden_states does not depend on the other tokens. On the CPU neither depends on the
+ * number of threads. Where T is float32 and OpenBLAS does the products, both hold for one number of threads and one way
+ * of calling only, and a row may depend on the number of tokens (MOER_DETERMINISTIC=1 does without OpenBLAS). Threads:
+ * any function may be called from several threads at once and, on the CPU, from inside an OpenMP region. A forked child
+ * may call too, unless its parent has run an OpenMP region before: GNU's OpenMP then never returns. Errors: a status,
+ * and a sentence from moer_last_error(). After an error every output is as it was before, but for MOER_DEVICE.
  */
 #ifndef MOEROUTER_H
 #define MOEROUTER_H

@@ -45,7 +45,9 @@ AS_IF([test "x$with_cuda" != xno], [
 ])
 
 # Kernels for an architecture alone are asked for only where they have been compiled.
-AS_CASE([$NVCC_GENCODE], [*sm_90a*], [CUDA_DEFS="-DMOER_CUDA_SM90A"])
+CUDA_DEFS=
+AS_CASE([$NVCC_GENCODE], [*compute_90a*], [CUDA_DEFS="-DMOER_CUDA_SM90A"])
+AS_CASE([$NVCC_GENCODE], [*compute_100f*|*compute_100a*], [CUDA_DEFS="$CUDA_DEFS -DMOER_CUDA_SM100F"])
 AC_SUBST([CUDA_DEFS])
 
 AS_IF([test $cuda_backend = module], [

@@ -11,10 +11,10 @@ if ! command -v nvcc >/dev/null; then
     exit 0
 fi
 cp backends/cuda/*.cu backends/cuda/*.cuh "$folder/cuda"
-# Instructions are the emulator's.
-for header in ptx wgmma; do
-    printf '#include "emulated_cuda.h"\n' >"$folder/cuda/$header.cuh"
+# Instructions are the emulator's; descriptors are the kernel's own.
+printf '#include "emulated_cuda.h"\n' >"$folder/cuda/ptx.cuh"
+for target in wgmma:__CUDA_ARCH_FEAT_SM90_ALL tcgen05:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
+    nvcc -x c++ -std=c++17 -O2 "-D${target#*:}" -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude \
+        -cudart none -o "$folder/emulate" tests/emulate_fused.cc
+    echo "${target%:*}: $("$folder/emulate" ${2+"$2"})"
 done
-nvcc -x c++ -std=c++17 -O2 -D__CUDA_ARCH_FEAT_SM90_ALL -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude \
-    -cudart none -o "$folder/emulate" tests/emulate_fused.cc
-"$folder/emulate" ${2+"$2"}

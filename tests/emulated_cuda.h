@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A kernel's blocks on the CPU, one after the other: what ptx.cuh and wgmma.cuh have for a GPU, as the PTX ISA
- * describes it, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was begun is done,
- * chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what has not come,
- * writes what is still to be read, or waits for what may never be, is likely to do so here.
+/* A kernel's blocks on the CPU, one after the other: the instructions of ptx.cuh, wgmma.cuh and tcgen05.cuh, as the PTX
+ * ISA describes them, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was begun is
+ * done, chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what has not
+ * come, writes what is still to be read, or waits for what may never be, is likely to do so here.
  *
  * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another block does. */
 #ifndef MOER_EMULATED_CUDA_H
@@ -14,7 +14,9 @@
 #include <cuda_runtime.h>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <math.h>
 #include <random>
 #include <stdint.h>
 #include <stdio.h>
@@ -22,6 +24,8 @@
 #include <string.h>
 #include <ucontext.h>
 #include <vector>
+
+#include "tcgen05_model.h"
 
 namespace emulated {
 
@@ -40,13 +44,16 @@ struct fiber {
     unsigned number;
     bool done = false;
     std::deque<std::vector<std::function<void()>>> products, stores; /* groups; the last is not committed yet */
+    std::vector<std::function<void()>> tensor_loads, tensor_stores;
 };
 
 struct block {
     std::vector<fiber> fibers;
     std::map<uint32_t, barrier> barriers;
     std::vector<std::function<void()>> copies;
-    std::map<int, int> waiting; /* at a barrier of bar.sync, by its number and round */
+    std::map<unsigned, std::deque<std::function<void()>>> pipes; /* a thread's products, one after the other */
+    std::vector<float> tensor_memory;                            /* none: not allocated */
+    std::map<int, int> waiting;                                  /* at a barrier of bar.sync, by its number and round */
     std::map<int, int> rounds;
     std::map<int, std::vector<unsigned>> shuffles;
     long idle = 0;
@@ -71,7 +78,7 @@ template <typename Condition>
 void wait_until(Condition condition, const char *what) {
     while (!condition()) {
         if (++now->idle > 400000) {
-            if (now->copies.empty())
+            if (now->copies.empty() && now->pipes.empty())
                 fail(what);
             now->idle = 0;
         }
@@ -117,6 +124,14 @@ inline void later(std::function<void()> what) {
 }
 
 inline void some_copies() {
+    while (!now->pipes.empty() && chance() % 3) {
+        auto pipe = now->pipes.begin();
+        std::advance(pipe, chance() % now->pipes.size());
+        pipe->second.front()();
+        pipe->second.pop_front();
+        if (pipe->second.empty())
+            now->pipes.erase(pipe);
+    }
     while (!now->copies.empty() && chance() % 3) {
         const size_t which = chance() % now->copies.size();
         auto copy = std::move(now->copies[which]);
@@ -250,8 +265,10 @@ void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments 
             if (!held_copies)
                 some_copies();
         }
-        while (!block.copies.empty())
+        while (!block.copies.empty() || !block.pipes.empty())
             some_copies();
+        if (!block.tensor_memory.empty())
+            fail("tensor memory that is not freed");
         for (fiber &fiber : block.fibers) {
             finish(fiber.stores, 0);
             if (fiber.products.size() > 1 || !fiber.products.back().empty())
@@ -386,6 +403,15 @@ inline uint4 load_words(uint32_t from) {
     memcpy(&value, emulated::at(from, 16), 16);
     return value;
 }
+inline uint32_t load_word(uint32_t from) {
+    uint32_t value;
+    memcpy(&value, emulated::at(from, 4), 4);
+    return value;
+}
+inline void store_words(uint32_t to, uint4 value) {
+    memcpy(emulated::at(to, 16), &value, 16);
+}
+inline void fence_asynchronous() {}
 /* A lane has the row's address of a matrix; it gives two elements of a row of each. */
 inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const int warp = static_cast<int>(emulated::self->number) / 32,
@@ -403,23 +429,8 @@ inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uin
 
 /* ---- wgmma.cuh ---- */
 
-enum swizzle : uint32_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
-
-struct matrix {
-    uint32_t low, high;
-    matrix operator+(int bytes) const {
-        return {low + static_cast<uint32_t>(bytes / 16), high};
-    }
-    operator uint64_t() const {
-        return static_cast<uint64_t>(high) << 32 | low;
-    }
-};
-inline matrix matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
-    return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | static_cast<uint32_t>(swizzle) << 30};
-}
 template <int DOWN, int ACROSS>
 void hold(float (&)[DOWN][ACROSS][4]) {}
-inline void fence_asynchronous() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
     emulated::self->products.emplace_back();
@@ -478,6 +489,131 @@ void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __nv_bfloa
 template <bool TERM_ROWS_A, int GROUPS>
 void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __half) {
     emulated::product<TERM_ROWS_A, __half>(sums, a, b, add);
+}
+
+/* ---- tcgen05.cuh ---- */
+
+namespace emulated {
+
+enum { LANES_OF_MEMORY = 128, COLUMNS_OF_MEMORY = 512 };
+
+/* All of a warp must come to the instructions that are aligned. */
+inline void aligned() {
+    meet(600 + static_cast<int>(self->number) / LANES, LANES);
+}
+
+inline float &memory_at(isa::cell cell) {
+    if (now->tensor_memory.empty() || cell.lane < 0)
+        fail("tensor memory that there is not");
+    return now->tensor_memory[static_cast<size_t>(cell.lane * COLUMNS_OF_MEMORY + cell.column)];
+}
+
+/* The cell of a register, by a thread of the warp that the address is for. */
+inline float &memory_of(uint32_t address, int reg) {
+    isa::cell cell;
+    const int warp = static_cast<int>(self->number) / LANES, lane = static_cast<int>(self->number) % LANES;
+    if (const char *sentence = isa::load_cell(address, warp % 4, lane, reg, &cell))
+        fail(sentence);
+    return memory_at(cell);
+}
+
+template <typename T>
+std::vector<float> operand_of(uint64_t descriptor, bool mn_major, int extent) {
+    isa::operand operand;
+    if (const char *sentence = isa::decode_operand(descriptor, mn_major, &operand))
+        fail(sentence);
+    std::vector<float> elements;
+    for (int i = 0; i < extent; i++)
+        for (int k = 0; k < 16; k++) {
+            T value;
+            memcpy(&value, at(isa::element_address(operand, i, k), 2), 2);
+            elements.push_back(static_cast<float>(value));
+        }
+    return elements;
+}
+
+inline void tensor_product_now(uint32_t sums, uint64_t a, uint64_t b, uint32_t descriptor, int add) {
+    isa::instruction product;
+    if (const char *sentence = isa::decode_instruction(descriptor, &product))
+        fail(sentence);
+    const auto operand = [](int type) { return type ? operand_of<__nv_bfloat16> : operand_of<__half>; };
+    const std::vector<float> left = operand(product.a_type)(a, product.a_mn_major, product.m),
+                             right = operand(product.b_type)(b, product.b_mn_major, product.n);
+    for (int row = 0; row < product.m; row++)
+        for (int column = 0; column < product.n; column++) {
+            float &cell = memory_at(isa::accumulator_cell(sums, product.m, row, column)), sum = add ? cell : 0;
+            for (int k = 0; k < 16; k++)
+                sum += left[static_cast<size_t>(row * 16 + k)] * right[static_cast<size_t>(column * 16 + k)];
+            cell = sum;
+        }
+    now->idle = 0;
+}
+
+inline void all_of(std::vector<std::function<void()>> &accesses) {
+    for (auto &access : accesses)
+        access();
+    accesses.clear();
+}
+
+} // namespace emulated
+
+inline void tensor_allocate(uint32_t to) {
+    emulated::aligned();
+    if (emulated::self->number % emulated::LANES == 0) {
+        if (!emulated::now->tensor_memory.empty())
+            emulated::fail("tensor memory is allocated twice");
+        emulated::now->tensor_memory.assign(emulated::LANES_OF_MEMORY * emulated::COLUMNS_OF_MEMORY, NAN);
+        memset(emulated::at(to, 4), 0, 4);
+    }
+    emulated::aligned();
+}
+inline void tensor_free(uint32_t memory) {
+    emulated::aligned();
+    if (emulated::self->number % emulated::LANES == 0) {
+        if (memory != 0 || emulated::now->tensor_memory.empty() || !emulated::now->pipes.empty())
+            emulated::fail("tensor memory is freed that is in use, or is none");
+        emulated::now->tensor_memory.clear();
+    }
+    emulated::aligned();
+}
+inline void tensor_before_sync() {}
+inline void tensor_after_sync() {}
+inline void tensor_multiply(uint32_t sums, uint64_t a, uint64_t b, uint32_t product, int add) {
+    emulated::now->pipes[emulated::self->number].push_back(
+        [=] { emulated::tensor_product_now(sums, a, b, product, add); });
+}
+inline void tensor_commit(uint32_t barrier) {
+    emulated::now->pipes[emulated::self->number].push_back([=] {
+        emulated::barrier_at(barrier).pending--;
+        emulated::settle(emulated::barrier_at(barrier));
+        emulated::now->idle = 0;
+    });
+    emulated::yield();
+}
+/* Not before somebody waits for it. */
+inline void tensor_load(float (&values)[32], uint32_t from) {
+    emulated::aligned();
+    for (int i = 0; i < 32; i++) {
+        float *to = &values[i];
+        *to = NAN;
+        emulated::self->tensor_loads.push_back([=] { *to = emulated::memory_of(from, i); });
+    }
+}
+inline void tensor_store(uint32_t to, const float (&values)[32]) {
+    emulated::aligned();
+    for (int i = 0; i < 32; i++) {
+        const float value = values[i];
+        emulated::self->tensor_stores.push_back([=] { emulated::memory_of(to, i) = value; });
+    }
+}
+inline void tensor_load_wait(float (&)[32]) {
+    emulated::aligned();
+    emulated::all_of(emulated::self->tensor_loads);
+    emulated::yield();
+}
+inline void tensor_store_wait() {
+    emulated::aligned();
+    emulated::all_of(emulated::self->tensor_stores);
 }
 
 #endif

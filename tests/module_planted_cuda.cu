@@ -47,7 +47,7 @@ cudaError_t launch_fused(const struct problem &right, cudaStream_t stream) {
 
 const struct fast_path moer_cuda_paths[] = {
 #ifdef MOER_CUDA_SM90A
-    {"sm_90a", 9, 0, nullptr},
+    {"sm_90a", 9, 0, HOPPER, nullptr},
 #endif
     {},
 };

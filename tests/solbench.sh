@@ -23,10 +23,9 @@ for operation in softmax_topk_backward sigmoid_topk_backward; do
     check "pack $operation" $pack --operation $operation -o "$folder/$operation.json"
     check "pack $operation again" same_again $operation
 done
-check "pack generic" $pack --operation softmax_topk_backward --path generic -o "$folder/generic.json"
-check "tcgen05 is refused" refused \
-    "--path is tcgen05, for which backends/cuda has no kernels; it must be one of default, generic" \
-    --operation softmax_topk_backward --path tcgen05
+for path in generic tcgen05; do
+    check "pack $path" $pack --operation softmax_topk_backward --path $path -o "$folder/$path.json"
+done
 check "no DLPack is refused" refused \
     "--dlpack is $folder, which has no dlpack/dlpack.h (Debian and Ubuntu: apt install libdlpack-dev)" \
     --operation softmax_topk_backward --dlpack "$folder"
@@ -57,16 +56,19 @@ assert '#include "' not in text and "<moerouter/" not in text and "<dlpack/" not
 assert "Copyright (c) 2017 by Contributors" in text, "DLPack's notice"
 head = text[:text.index("*/", text.index("*/") + 2)]
 tuned = name != "generic"
-assert f"9.0   {'sm_90a' if tuned else 'generic'}," in head and "10.0  generic," in head, head
+blackwell = name == "tcgen05"
+assert f"9.0   {'sm_90a' if tuned else 'generic'}," in head, head
+assert f"10.0  {'sm_100f' if blackwell else 'generic'}," in head and ("not been proven" in head) == blackwell, head
 assert all(f"-gencode=arch=compute_{target},code=sm_{target}" in flags["cuda_cflags"] for target in ("90a", "100a"))
 assert ("-DMOER_CUDA_SM90A" in flags["cuda_cflags"]) == tuned
+assert all((flag in flags["cuda_cflags"]) == blackwell for flag in ("-DMOER_CUDA_SM100F", "-DMOER_SOLUTION_UNPROVEN"))
 (folder / name).mkdir(exist_ok=True)
 for path, content in sources.items():
     (folder / name / path).write_text(content)
 for group, kind in flags.items():
     (folder / name / group).write_text(" ".join(kind))
 RULES
-for name in softmax_topk_backward sigmoid_topk_backward generic; do
+for name in softmax_topk_backward sigmoid_topk_backward generic tcgen05; do
     check "rules, $name" python3 "$folder/rules.py" "$folder" $name
 done
 # So that one compilation stands for both.
@@ -84,6 +86,11 @@ if command -v nvcc >/dev/null; then
         nvcc $builder $(cat cuda_cflags) -Werror all-warnings -c moerouter.cu -o moerouter.o
     check "link its entries" nvcc "$OLDPWD/tests/solbench.c" moerouter.o -o entries
     check "call its entries" ./entries
+    cd ../tcgen05
+    # shellcheck disable=SC2046,SC2086
+    check "compile it with Blackwell's own kernels" \
+        nvcc $builder $(sed 's/-gencode=arch=compute_90a,code=sm_90a//' cuda_cflags) -Werror all-warnings -c moerouter.cu -o moerouter.o
+    cd ../softmax_topk_backward
 else
     echo "skipped: compilation, since there is no nvcc"
 fi

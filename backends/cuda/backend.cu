@@ -183,15 +183,17 @@ class parts {
     int64_t size = 0;
 };
 
-/* Whether the fused kernel is made for such a shape. More columns would leave too few multiprocessors of the GPU that
- * it is made for to the hidden gradient. */
+/* Whether the fused kernel is made for such a shape. On Hopper more columns would leave too few multiprocessors to the
+ * hidden gradient, and another kernel is as good for more tokens and gives rows the same bits; on Blackwell there is no
+ * other. */
 bool has_fused_shape(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 8192 };
-    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
-    return problem.tuned && problem.type != F32 && problem.tokens > 0 && problem.tokens <= MOST_TOKENS_FUSED &&
-           problem.experts > 0 && problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
+    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 8192, MOST_TOKENS = 1 << 30 };
+    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD, hopper = problem.kernels == HOPPER;
+    return problem.kernels != GENERIC && problem.type != F32 && problem.tokens > 0 &&
+           problem.tokens <= (hopper ? MOST_TOKENS_FUSED : MOST_TOKENS) && problem.experts > 0 &&
+           problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
            (softmax || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
-           divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES;
+           (!hopper || divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES);
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */
@@ -308,7 +310,8 @@ void permit(int device, const moer_permit *permit) {
 /* The path that a call takes, and why. MOER_CUDA_ARCH, looked at in every call, comes before the permit. */
 struct choice {
     const fast_path *path; /* the device's */
-    bool tuned, forced;
+    enum kernels kernels;
+    bool forced;
     const moer_permit *permit;
 };
 
@@ -319,17 +322,17 @@ enum moer_status choose_path(enum moer_operation operation, int device, choice *
     choice->forced = arch && *arch;
     choice->permit =
         device >= 0 && device < MOST_DEVICES ? __atomic_load_n(&permits[device], __ATOMIC_ACQUIRE) : nullptr;
-    choice->tuned = choice->path->name && choice->permit && choice->permit->operations >> operation & 1;
-    if (!choice->forced)
+    const bool permitted = choice->path->name && choice->permit && choice->permit->operations >> operation & 1;
+    const bool named = choice->forced && choice->path->name && strcmp(arch, choice->path->name) == 0;
+    choice->kernels = (choice->forced ? named : permitted) ? choice->path->kernels : GENERIC;
+    if (!choice->forced || generic || named)
         return MOER_OK;
-    choice->tuned = choice->path->name && strcmp(arch, choice->path->name) == 0;
-    if (generic || choice->tuned)
-        return MOER_OK;
-    if (strcmp(arch, "sm_90a") == 0)
+    if (strcmp(arch, "sm_90a") == 0 || strcmp(arch, "sm_100f") == 0)
         return moer_fail(message, MOER_UNSUPPORTED,
                          "MOER_CUDA_ARCH is %s, but cuda:%d is no such device, or this build has no such kernels", arch,
                          device);
-    return moer_fail(message, MOER_INVALID, "MOER_CUDA_ARCH is %.32s but must be one of generic, sm_90a", arch);
+    return moer_fail(message, MOER_INVALID, "MOER_CUDA_ARCH is %.32s but must be one of generic, sm_90a, sm_100f",
+                     arch);
 }
 
 void uuid_text(const cudaUUID_t &uuid, char text[64]) {
@@ -433,7 +436,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
     status = choose_path(operation, device, &choice, message);
     if (status)
         return status;
-    problem.tuned = choice.tuned;
+    problem.kernels = choice.kernels;
     bytes = lay_out(&problem, fuses(problem));
     auto common = static_cast<const common_args *>(args);
     auto stream = static_cast<cudaStream_t>(common->stream);
@@ -461,9 +464,9 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
         return status;
     /* Enough for whichever kernels the call will take. */
     *bytes = 0;
-    for (bool tuned : {false, true})
+    for (enum kernels kernels : {GENERIC, HOPPER, BLACKWELL})
         for (bool fused : {false, true}) {
-            problem.tuned = tuned;
+            problem.kernels = kernels;
             const size_t size = !fused || has_fused_shape(problem) ? lay_out(&problem, fused) : 0;
             *bytes = *bytes > size ? *bytes : size;
         }
@@ -480,9 +483,9 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     status = choose_path(operation, device, &choice, message);
     if (status)
         return status;
-    problem.tuned = choice.tuned;
-    const bool tuned = problem.tuned && problem.type != F32;
+    problem.kernels = choice.kernels;
     lay_out(&problem, fuses(problem));
+    const bool tuned = problem.type != F32 && (problem.kernels == HOPPER || problem.fused);
     char why[sizeof choice.permit->reason + 64] = "";
     if (choice.forced)
         snprintf(why, sizeof why, "; by MOER_CUDA_ARCH");
@@ -491,9 +494,10 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     return moer_fail(message, MOER_OK,
                      "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens%s", device,
                      tuned ? choice.path->name : "generic",
-                     problem.type == F32 ? "float32"
-                     : tuned             ? "wgmma"
-                                         : "mma.sync",
+                     problem.type == F32        ? "float32"
+                     : !tuned                   ? "mma.sync"
+                     : choice.kernels == HOPPER ? "wgmma"
+                                                : "tcgen05",
                      problem.fused ? " by one kernel" : "", static_cast<long long>(problem.splits),
                      static_cast<long long>(problem.split_tokens), why);
 }

@@ -11,6 +11,9 @@
 
 enum element { BF16, F16, F32 };
 
+/* Whose instructions a call's kernels are made of. */
+enum kernels : unsigned char { GENERIC, HOPPER, BLACKWELL };
+
 /* A matrix: rows of contiguous elements, stride elements apart. */
 struct rows {
     char *data; /* NULL: absent */
@@ -69,16 +72,20 @@ struct problem {
     int64_t partial_rows, partial_stride;
     int weight_rows;
     enum moer_operation operation;
-    bool tuned; /* by the kernels that are for one architecture alone */
+    enum kernels kernels;
 };
 
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
- * tokens, and rows of whole blocks. */
+ * tokens, by the architecture, and rows of whole blocks. */
 enum {
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+    TILE_TOKENS = 128,
+#else
+    TILE_TOKENS = 64,
+#endif
     LOGITS_MULTIPLE = 32,
     TILE_COLUMNS = 128,
-    TILE_TOKENS = 64,
-    PADDED_TOKENS = 128, /* the fused kernel takes two tiles at once */
+    PADDED_TOKENS = 128, /* the fused kernel takes so many at once */
     FUSED_LOGITS_MULTIPLE = 64,
     FUSED_COLUMNS = 64,
     FUSED_EXPERTS = 128, /* at most, and where G comes as entries */
@@ -111,6 +118,7 @@ inline int choose_weight_rows(int experts, enum element type) {
 struct fast_path {
     const char *name; /* NULL: the end of the list */
     int major, minor;
+    enum kernels kernels;
     const char *evidence; /* see struct moer_fast_path */
 };
 extern const struct fast_path moer_cuda_paths[];

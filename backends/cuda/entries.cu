@@ -75,7 +75,7 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     /* The fused kernel starts beside this one only where its shared memory is set aside already. */
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    const int64_t blocks = divide_up(problem.tokens, TILE_TOKENS) * (TILE_TOKENS * LANES / THREADS);
+    const int64_t blocks = divide_up(problem.tokens, PADDED_TOKENS) * (PADDED_TOKENS * LANES / THREADS);
     if (error != cudaSuccess)
         return error;
     kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(problem);

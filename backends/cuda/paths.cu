@@ -6,7 +6,11 @@
 
 const struct fast_path moer_cuda_paths[] = {
 #ifdef MOER_CUDA_SM90A
-    {"sm_90a", 9, 0, "bench/results/h200-2026-11-30.json"},
+    {"sm_90a", 9, 0, HOPPER, "bench/results/h200-2026-11-30.json"},
+#endif
+#ifdef MOER_CUDA_SM100F
+    {"sm_100f", 10, 0, BLACKWELL, nullptr},
+    {"sm_100f", 10, 3, BLACKWELL, nullptr},
 #endif
     {},
 };

@@ -555,7 +555,7 @@ cudaError_t launch_tiles(const problem &problem, cudaStream_t stream) {
 template <typename T, int WEIGHT_ROWS>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     if constexpr (is_16_bit<T>)
-        if (problem.tuned)
+        if (problem.kernels == HOPPER)
             return launch_tiles<T, WEIGHT_ROWS, true>(problem, stream);
     return launch_tiles<T, WEIGHT_ROWS, false>(problem, stream);
 }

@@ -51,6 +51,18 @@ __device__ __forceinline__ uint4 load_words(uint32_t from) {
     return value;
 }
 
+__device__ __forceinline__ uint32_t load_word(uint32_t from) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_words(uint32_t to, uint4 value) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w)
+                 : "memory");
+}
+
 /* ldmatrix (9.7.14.5.15): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -114,6 +126,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                  "@!done bra again_%=; }" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
+}
+
+/* What threads have written to shared memory, the asynchronous instructions shall read. */
+__device__ __forceinline__ void fence_asynchronous() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* prefetch.tensormap (9.7.9.16): a map will be needed soon. */

@@ -4,8 +4,6 @@
 
 #include "ptx.cuh"
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
 enum swizzle : uint32_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
 
 /* A matrix descriptor (9.7.15.5.1.2.2). The next matrix is an addition away: a product waits for all that is done to
@@ -13,10 +11,10 @@ enum swizzle : uint32_t { SWIZZLE_128 = 1, SWIZZLE_64 = 2 };
 struct matrix {
     uint32_t low, high;
 
-    __device__ __forceinline__ matrix operator+(int bytes) const {
+    __host__ __device__ constexpr matrix operator+(int bytes) const {
         return {low + bytes / 16, high};
     }
-    __device__ __forceinline__ operator uint64_t() const {
+    __host__ __device__ constexpr operator uint64_t() const {
         return static_cast<uint64_t>(high) << 32 | low;
     }
 };
@@ -24,14 +22,11 @@ struct matrix {
 /* Where it begins, and what lies how many bytes apart. along: blocks of 8 rows where rows are the terms' (K-major: 8
  * rows of the matrix). across: panels of a swizzle's width, for matrices whose rows are terms. Panels begin at
  * multiples of 8 rows. */
-__device__ __forceinline__ matrix matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
-    return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | swizzle << 30};
+__host__ __device__ constexpr matrix matrix_at(uint32_t address, uint32_t along, uint32_t across, swizzle swizzle) {
+    return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | static_cast<uint32_t>(swizzle) << 30};
 }
 
-/* What threads have written to shared memory, the asynchronous instructions shall read. */
-__device__ __forceinline__ void fence_asynchronous() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+#if defined(__CUDACC__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -25,11 +25,12 @@ OPERATIONS = {
     "softmax_topk_backward": ("L2/011", "011_moe_sparse_routing_and_dispatch_backward"),
     "sigmoid_topk_backward": ("L1/093", "093_grouped_topk_moe_routing_backward"),
 }
-# What a compute capability takes, and the flags that ask for it; None: the backend has no such kernels.
+# What a compute capability takes, and the flags that ask for it.
 PATHS = {
     "default": ({"9.0": "sm_90a, by wgmma", "10.0": "generic, by mma.sync"}, ["-DMOER_CUDA_SM90A"]),
     "generic": ({"9.0": "generic, by mma.sync", "10.0": "generic, by mma.sync"}, []),
-    "tcgen05": None,
+    "tcgen05": ({"9.0": "sm_90a, by wgmma", "10.0": "sm_100f, by tcgen05, which has not been proven on one"},
+                ["-DMOER_CUDA_SM90A", "-DMOER_CUDA_SM100F", "-DMOER_SOLUTION_UNPROVEN"]),
 }
 # As the library is compiled: the suite's default, --use_fast_math, would change the bits. Targets are named, since the
 # suite would have sm_90 for sm_90a. PyTorch's builder takes away the conversions of 16-bit types, which are wanted; 177
@@ -46,14 +47,11 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operation", required=True, choices=OPERATIONS)
     parser.add_argument("--path", default="default", choices=PATHS,
-                        help="the kernels: default, the best there are for each GPU; generic, on every GPU; tcgen05, "
-                             "Blackwell's own")
+                        help="the kernels: default, the best that are proven on each GPU; generic, on every GPU; "
+                             "tcgen05, with Blackwell's own, proven or not")
     parser.add_argument("--dlpack", default="/usr/include", metavar="FOLDER", help="which has dlpack/dlpack.h")
     parser.add_argument("-o", dest="output", metavar="FILE", help="else to standard output")
     options = parser.parse_args()
-    if not PATHS[options.path]:
-        refuse(f"--path is {options.path}, for which backends/cuda has no kernels; it must be one of "
-               + ", ".join(path for path in PATHS if PATHS[path]))
     if not (pathlib.Path(options.dlpack) / "dlpack" / "dlpack.h").is_file():
         refuse(f"--dlpack is {options.dlpack}, which has no dlpack/dlpack.h (Debian and Ubuntu: apt install "
                "libdlpack-dev)")

@@ -47,7 +47,7 @@ AS_IF([test "x$with_cuda" != xno], [
 # Kernels for an architecture alone are asked for only where they have been compiled.
 CUDA_DEFS=
 AS_CASE([$NVCC_GENCODE], [*compute_90a*], [CUDA_DEFS="-DMOER_CUDA_SM90A"])
-AS_CASE([$NVCC_GENCODE], [*compute_100f*|*compute_100a*], [CUDA_DEFS="$CUDA_DEFS -DMOER_CUDA_SM100F"])
+AS_CASE([$NVCC_GENCODE], [*compute_100f*], [CUDA_DEFS="$CUDA_DEFS -DMOER_CUDA_SM100F"])
 AC_SUBST([CUDA_DEFS])
 
 AS_IF([test $cuda_backend = module], [

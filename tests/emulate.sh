@@ -1,20 +1,52 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# emulate.sh FOLDER [SEEDS]: compiles the fused kernel for this machine's processor, where there is an nvcc, whose headers
-# it needs, and runs it in an emulator: so many seeds of chance for each case.
+# emulate.sh FOLDER [SEEDS [BUILD]]: compiles the CUDA backend for this machine's processor, where there is an nvcc, whose
+# headers it needs, over an emulator, for Hopper and for Blackwell: the fused kernel alone, so many seeds of chance for each
+# case; and, where the project has been built in the folder BUILD, the module, for suites and the self-check.
 set -eu
 mkdir -p "$1/cuda"
 folder=$(cd "$1" && pwd)
+build=${3+$(cd "$3" && pwd)}
 cd "$(dirname "$0")/.."
 if ! command -v nvcc >/dev/null; then
     echo "emulate.sh: no nvcc"
     exit 0
 fi
+log=$folder/log
+. tests/steps.sh
+
 cp backends/cuda/*.cu backends/cuda/*.cuh "$folder/cuda"
 # Instructions are the emulator's; descriptors are the kernel's own.
 printf '#include "emulated_cuda.h"\n' >"$folder/cuda/ptx.cuh"
-for target in wgmma:__CUDA_ARCH_FEAT_SM90_ALL tcgen05:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
-    nvcc -x c++ -std=c++17 -O2 "-D${target#*:}" -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude \
-        -cudart none -o "$folder/emulate" tests/emulate_fused.cc
-    echo "${target%:*}: $("$folder/emulate" ${2+"$2"})"
+sed -i -E 's/kernel<<<(.*), (.*), 0, stream>>>\(problem\);/launch_plainly(\1, \2, kernel, problem);/' "$folder"/cuda/*.cu
+compile() { # MACRO OUTPUT SOURCE ARGUMENT...
+    macro=$1 output=$2 source=$3
+    shift 3
+    nvcc -x c++ -std=c++17 -O2 "-D$macro" -DMOER_MODULE -I"$folder/cuda" -Itests -Isrc -Iinclude -cudart none \
+        -Xcompiler -ffp-contract=off "$@" -o "$output" "$source"
+}
+
+# found_wrong FAULT SENTENCE: the self-check finds the mistake, which is the path's doing.
+found_wrong() {
+    PLANTED=$1 "$build/moerouter" tune --device cuda:0 --timeout 10 >"$folder/said" 2>&1 && return 1
+    grep "$path: found wrong on .*$2" "$folder/said"
+}
+for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
+    path=${target%:*}
+    compile "${target#*:}" "$folder/emulate" tests/emulate_fused.cc
+    check "$path: the fused kernel" "$folder/emulate" ${2+"$2"}
+    tail -n 1 "$log"
+    [ -n "$build" ] || continue
+    mkdir -p "$folder/$path"
+    compile "${target#*:}" "$folder/$path/cuda.so" tests/emulated_module.cc -shared -Xcompiler -fPIC
+    export MOER_BACKEND_PATH="$folder/$path" XDG_CACHE_HOME="$folder/$path" MOER_TEST_DEVICE=cuda:0
+    for suite in exact laws; do
+        check "$path: $suite" env MOER_CUDA_ARCH="$path" "$build/tests/check_$suite"
+        tail -n 1 "$log"
+    done
+    check "$path: without the swizzle" found_wrong swizzle "grad_"
+    check "$path: without the tail" found_wrong tail "it was not written, nor was any behind it: a lost tail"
+    check "$path: one that hangs" found_wrong hang "no progress in 10000 ms"
+    "$build/moerouter" info | grep "'s path $path: "
 done
+echo "emulate: $passed passed, 0 failed"

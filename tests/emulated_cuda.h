@@ -8,6 +8,7 @@
 #ifndef MOER_EMULATED_CUDA_H
 #define MOER_EMULATED_CUDA_H
 
+#include <algorithm>
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,6 +19,7 @@
 #include <map>
 #include <math.h>
 #include <random>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,9 +42,10 @@ struct barrier {
 };
 
 struct fiber {
-    ucontext_t context;
+    ucontext_t context; /* where it begins */
+    jmp_buf place;      /* where it goes on: unlike contexts, jumps ask nothing of the system */
     unsigned number;
-    bool done = false;
+    bool begun = false, done = false;
     std::deque<std::vector<std::function<void()>>> products, stores; /* groups; the last is not committed yet */
     std::vector<std::function<void()>> tensor_loads, tensor_stores;
 };
@@ -55,18 +58,29 @@ struct block {
     std::vector<float> tensor_memory;                            /* none: not allocated */
     std::map<int, int> waiting;                                  /* at a barrier of bar.sync, by its number and round */
     std::map<int, int> rounds;
-    std::map<int, std::vector<unsigned>> shuffles;
+    std::map<int, std::vector<uint64_t>> shuffles;
     long idle = 0;
 };
 
 inline block *now;
 inline fiber *self;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::mt19937 chance;
 inline unsigned block_number, grid_size, block_size;
 
 inline void yield() {
-    swapcontext(&self->context, &scheduler);
+    if (_setjmp(self->place) == 0)
+        _longjmp(scheduler, 1);
+}
+
+inline void go_on(fiber &fiber) {
+    self = &fiber;
+    if (_setjmp(scheduler) != 0)
+        return;
+    if (fiber.begun)
+        _longjmp(fiber.place, 1);
+    fiber.begun = true;
+    setcontext(&fiber.context);
 }
 
 [[noreturn]] inline void fail(const char *what) {
@@ -217,7 +231,8 @@ void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments 
     body = &call;
     grid_size = blocks;
     block_size = threads;
-    std::vector<std::vector<char>> stacks(threads);
+    static std::vector<std::vector<char>> stacks;
+    stacks.resize(std::max<size_t>(stacks.size(), threads));
     for (block_number = 0; block_number < blocks; block_number++) {
         block block;
         now = &block;
@@ -257,8 +272,7 @@ void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments 
                 fiber &fiber = block.fibers[warp * LANES + lane];
                 if (fiber.done)
                     continue;
-                self = &fiber;
-                swapcontext(&scheduler, &fiber.context);
+                go_on(fiber);
                 left -= fiber.done;
             }
             self = nullptr;
@@ -302,23 +316,56 @@ inline void __syncthreads() {
 inline void __syncwarp() {
     emulated::meet(100 + static_cast<int>(emulated::self->number) / 32, 32);
 }
-template <typename V>
-V shuffled(V value, unsigned from) {
+/* What each lane of a warp gives, which all see. */
+template <typename V, typename Take>
+auto exchanged(V value, Take take) {
+    static_assert(sizeof value <= 8, "fits");
     const int warp = static_cast<int>(emulated::self->number) / 32;
     auto &values = emulated::now->shuffles[warp];
     values.resize(32);
-    values[emulated::self->number % 32] = static_cast<unsigned>(value);
+    memcpy(&values[emulated::self->number % 32], &value, sizeof value);
     emulated::meet(200 + warp, 32);
-    value = static_cast<V>(values[from]);
+    const auto result = take([&](unsigned lane) {
+        V other;
+        memcpy(&other, &values[lane], sizeof other);
+        return other;
+    });
     emulated::meet(300 + warp, 32);
-    return value;
+    return result;
 }
-inline int __shfl_sync(unsigned, int value, int lane) {
-    return shuffled(value, static_cast<unsigned>(lane));
+template <typename V>
+V __shfl_sync(unsigned, V value, int lane, int width = 32) {
+    const unsigned own = emulated::self->number % 32, from = static_cast<unsigned>(lane % width);
+    return exchanged(
+        value, [=](auto of) { return of(own / static_cast<unsigned>(width) * static_cast<unsigned>(width) + from); });
 }
-inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
-    return shuffled(value, emulated::self->number % 32 ^ static_cast<unsigned>(mask));
+template <typename V>
+V __shfl_xor_sync(unsigned, V value, int mask) {
+    const unsigned own = emulated::self->number % 32;
+    return exchanged(value, [=](auto of) { return of(own ^ static_cast<unsigned>(mask)); });
 }
+inline bool __all_sync(unsigned, bool value) {
+    return exchanged(value, [](auto of) {
+        bool all = true;
+        for (unsigned lane = 0; lane < 32; lane++)
+            all = all && of(lane);
+        return all;
+    });
+}
+inline int atomicAdd(int *to, int value) {
+    return (*to += value) - value;
+}
+inline float __fmul_rn(float a, float b) {
+    return a * b;
+}
+inline float __fsub_rn(float a, float b) {
+    return a - b;
+}
+inline float __fdiv_rn(float a, float b) {
+    return a / b;
+}
+#define __builtin_assume(truth)
+#define __isGlobal(pointer) true
 inline float __fadd_rn(float a, float b) {
     return a + b;
 }
@@ -422,7 +469,9 @@ inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uin
     emulated::meet(400 + warp, 32);
     const uint32_t values[] = {a, b, c, d};
     for (int i = 0; i < 4; i++)
-        memcpy(emulated::at(rows[static_cast<size_t>(i * 8 + lane / 4)] + static_cast<uint32_t>(lane % 4) * 4, 4),
+        memcpy(emulated::at(static_cast<uint32_t>(rows[static_cast<size_t>(i * 8 + lane / 4)]) +
+                                static_cast<uint32_t>(lane % 4) * 4,
+                            4),
                &values[i], 4);
     emulated::meet(500 + warp, 32);
 }

@@ -41,7 +41,7 @@ struct problem {
     int logits_stride;
     bool wide_ids, accumulate;
     bool whole_rows; /* the fused kernel may store the weight gradient by chunks */
-    /* Both products by one kernel, for which G is tiles of 64 tokens, as they are to lie in shared memory, or, if a
+    /* Both products by one kernel, for which G is tiles of TILE_TOKENS, as they are to lie in shared memory, or, if a
      * token has so many entries, just those: where it lies in the tile, or NO_ENTRY, in the lower half of a word, and G
      * in the upper. */
     bool fused;

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Both products of an operation by one kernel, for sm_90a. A block makes either a part of the weight gradient, from all
- * tokens, or a part of grad_hidden_states; so nothing is summed up across blocks, and no block waits for another.
+/* Both products of an operation by one kernel, for sm_90a and for sm_100 and its family. A block makes either a part of
+ * the weight gradient, from all tokens, or a part of grad_hidden_states; so nothing is summed up across blocks, and no
+ * block waits for another.
  *
- * - A weight block has 64 columns, and all experts or 64 of them: G^T times hidden states, a warpgroup for each 64
- *   experts. Hidden states come by tensor copies, which do not wait for the kernel before.
- * - A hidden block has a run of items: tiles of 64 tokens by 128 columns of grad_hidden_states, one below the other and
- *   then the next columns. Two warpgroups take turns: G times the gate, whose columns come by tensor copies while the
- *   ones before are in use. A warp stores results by tensor copies; stores of registers took three times as long as the
- *   products.
+ * - A weight block has a slice of columns, and all experts or a part of them: G^T times hidden states. Those come by
+ *   tensor copies, which do not wait for the kernel before.
+ * - A hidden block has a run of items: tiles of tokens by 128 columns of grad_hidden_states, one below the other and
+ * then the next columns. Two warpgroups take turns: G times the gate, whose columns come by tensor copies while the
+ * ones before are in use. A warp stores results by tensor copies; on an H200 stores of registers took three times as
+ * long as the products.
  * - Others bring G to either, once the kernel before is done: a thread copies tiles, which that has left as they are to
  *   lie in shared memory; or warps scatter entries, K a token, into tiles of zeros.
  *
  * For H = 2048, E = 128 there are 64 weight blocks, for 5120, 160, 80; the other multiprocessors have a hidden block
  * each. What decides a small batch is how soon the first tile of G and the gate are there, a large one what passes
- * through the second-level cache: a weight block reads all of G, or its experts' part. A product waits for all that is
- * done to its descriptors: they are an addition apart, in registers that a warp shares. The kernel before lets this one
- * start first thing, and fits beside it: 96 registers and at most 222 KB are few enough. */
+ * through the second-level cache: a weight block reads all of G, or its experts' part. The kernel before lets this one
+ * start first thing, and it fits beside that: on Hopper with 96 registers and at most 222 KB. */
 #include "fused.cuh"
 #include "fused_tcgen05.cuh"
 #include "fused_wgmma.cuh"

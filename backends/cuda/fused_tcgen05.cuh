@@ -174,6 +174,7 @@ __device__ __forceinline__ void add_chains(const problem &problem, const job &jo
 #pragma unroll 1
         for (int first = 0; first < part.experts; first += COLUMNS) {
             float sums[COLUMNS], more[COLUMNS];
+            __syncwarp(); /* some may not have stored */
             tensor_load(sums, chain_sums(totals, turn, part.experts) + first);
             tensor_load_wait(sums);
             if (chain > 0) {
@@ -199,9 +200,9 @@ __device__ __forceinline__ void add_chains(const problem &problem, const job &jo
                     store_sum(problem, expert, column, sums[j]);
             }
         }
+        __syncwarp();
         tensor_store_wait();
         tensor_before_sync();
-        __syncwarp();
         if (threadIdx.x % WARP == 0)
             barrier_arrive(memory.read(turn));
     }
@@ -278,6 +279,7 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
         }
         g.advance(TURNS);
         to.advance((TURNS - 1) * shape::RESULTS_AN_ITEM);
+        __syncwarp();
         tensor_before_sync();
         synchronize(3 + turn, WARPGROUP); /* all have read the sums */
     }

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fused kernel's products by Hopper's wgmma, for sm_90a. */
+/* The fused kernel's products by Hopper's wgmma, for sm_90a. A tile has 64 tokens, a slice 64 columns; a weight block
+ * has a warpgroup for each 64 experts. A product waits for all that is done to its descriptors: they are an addition
+ * apart, in registers that a warp shares. */
 #pragma once
 
 #include "fused.cuh"

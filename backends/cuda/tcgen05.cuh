@@ -47,8 +47,8 @@ __host__ __device__ constexpr uint32_t own_lanes(uint32_t memory, int warp) {
 
 #if defined(__CUDACC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
 
-/* tcgen05.alloc and .dealloc (9.7.16.7.1): all columns, by a warp, which finds their address in shared memory. Nobody
- * else's block is on the multiprocessor. */
+/* tcgen05.alloc and .dealloc (9.7.16.7.1): all columns, by a warp, which finds their address in shared memory. What
+ * another block has, it waits for. */
 __device__ __forceinline__ void tensor_allocate(uint32_t to) {
     asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;\n"
                  "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::"r"(to),

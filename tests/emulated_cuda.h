@@ -626,6 +626,10 @@ inline void tensor_free(uint32_t memory) {
     emulated::aligned();
 }
 inline void tensor_before_sync() {}
+inline bool elected() {
+    emulated::aligned();
+    return emulated::self->number % emulated::LANES == 0;
+}
 inline void tensor_after_sync() {}
 inline void tensor_multiply(uint32_t sums, uint64_t a, uint64_t b, uint32_t product, int add) {
     emulated::now->pipes[emulated::self->number].push_back(

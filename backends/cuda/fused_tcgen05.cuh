@@ -213,7 +213,7 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
                                        const weight_part &part, const tensor_memory &memory, int warpgroup) {
     if (warpgroup == 0)
         add_chains<T, shape>(problem, job, part, memory);
-    else if (threadIdx.x % WARPGROUP == 0)
+    else if (threadIdx.x % WARPGROUP < WARP && elected())
         begin_chains<T, shape>(job, hidden, part, memory);
 }
 
@@ -241,7 +241,7 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
             w.wait_full();
         }
         g.wait_full();
-        if (row == 0) {
+        if (row < WARP && elected()) {
             tensor_after_sync();
             const tensor_matrix a = first_a + g.slot * shape::LOGITS_BYTES, b = first_b + w.slot * shape::GATE_BYTES;
 #pragma unroll

@@ -70,6 +70,13 @@ __device__ __forceinline__ void tensor_after_sync() {
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
+/* elect.sync: one lane of a warp, the same every time, and the compiler knows that it is one. */
+__device__ __forceinline__ bool elected() {
+    uint32_t result;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(result)::"memory");
+    return result;
+}
+
 /* tcgen05.mma (9.7.16.10.9.1), of 16 terms, by a single thread: sums = a b, or += where add is not 0. */
 __device__ __forceinline__ void tensor_multiply(uint32_t sums, uint64_t a, uint64_t b, uint32_t product, int add) {
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %4, 0;\n"

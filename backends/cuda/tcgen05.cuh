@@ -70,7 +70,7 @@ __device__ __forceinline__ void tensor_after_sync() {
     asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
 }
 
-/* elect.sync: one lane of a warp, the same every time, and the compiler knows that it is one. */
+/* elect.sync (9.7.13.14): one lane of a warp, the same every time, and the compiler knows that it is one. */
 __device__ __forceinline__ bool elected() {
     uint32_t result;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(result)::"memory");
@@ -85,13 +85,13 @@ __device__ __forceinline__ void tensor_multiply(uint32_t sums, uint64_t a, uint6
                  : "memory");
 }
 
-/* tcgen05.commit (9.7.16.11.2): arrives at a barrier when what this thread has begun is done. */
+/* tcgen05.commit (9.7.16.12.1): arrives at a barrier when what this thread has begun is done. */
 __device__ __forceinline__ void tensor_commit(uint32_t barrier) {
     asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
                  : "memory");
 }
 
-/* tcgen05.ld and .st (9.7.16.8), 32x32b: 32 columns of the lane of each of a warp's threads. */
+/* tcgen05.ld and .st (9.7.16.8.3, 9.7.16.8.4), 32x32b: 32 columns of the lane of each of a warp's threads. */
 #define MOER_T8(b, i)                                                                                                  \
     b(values[i]), b(values[i + 1]), b(values[i + 2]), b(values[i + 3]), b(values[i + 4]), b(values[i + 5]),            \
         b(values[i + 6]), b(values[i + 7])

@@ -3,33 +3,9 @@
  * of both gradients must be right, whatever the order of events. */
 #include "emulated_cuda.h"
 
-/* What its launch asks of CUDA's runtime. */
-namespace moer_fused {
-extern char shared[];
-}
-static int processors;
-#define cudaFuncSetAttribute(...) cudaSuccess
-#define cudaFuncGetAttributes(attributes, kernel) ((attributes)->ptxVersion = 90, cudaSuccess)
-#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
-#define cudaDeviceGetAttribute(value, which, device) (*(value) = processors, cudaSuccess)
-#define cudaGetDriverEntryPointByVersion(name, function, version, flags, status)                                       \
-    (*(function) = reinterpret_cast<void *>(emulated::encode), cudaSuccess)
-#define cudaLaunchKernelEx launch_emulated
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_emulated(const cudaLaunchConfig_t *config, Kernel kernel, const Arguments &...arguments) {
-    if (config->dynamicSmemBytes > emulated::SHARED_BYTES || config->blockDim.x % emulated::LANES)
-        return cudaErrorInvalidValue;
-    emulated::shared = moer_fused::shared;
-    emulated::run_grid(config->gridDim.x, config->blockDim.x, kernel, arguments...);
-    return cudaSuccess;
-}
 #undef __shared__
 #define __shared__
 #include "fused.cu"
-
-namespace moer_fused {
-alignas(1024) char shared[emulated::SHARED_BYTES];
-}
 
 struct shapes {
     bool sparse;
@@ -121,7 +97,7 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     place(&problem.grad_hidden, grad_hidden.data());
     place(&problem.grad_weight, grad_weight.data());
     problem.grad_hidden.type = type, problem.grad_weight.type = weight_type;
-    processors = shapes.processors;
+    emulated::processors = shapes.processors;
     emulated::chance.seed(seed);
     if (launch_fused(problem, nullptr) != cudaSuccess) {
         printf("the launch failed\n");

@@ -7,67 +7,17 @@
  * PLANTED names a mistake, as in module_planted_cuda.cu: copies without the swizzle, a lost tail, a hang. */
 #include "emulated_cuda.h"
 
-#include <fenv.h>
-#include <mutex>
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-enum { MAJOR = 9, MINOR = 0, PROCESSORS = 12 };
 #define MOER_CUDA_SM90A
 #else
-enum { MAJOR = 10, MINOR = 0, PROCESSORS = 12 };
 #define MOER_CUDA_SM100F
 #endif
 
-/* ---- CUDA's runtime ---- */
+/* ---- CUDA's runtime, but for launches ---- */
 
 static bool planted(const char *fault) {
     const char *value = getenv("PLANTED");
     return value && strcmp(value, fault) == 0;
-}
-
-/* One launch after the other, whoever calls, and in plain arithmetic, whatever the caller's is. */
-struct launching {
-    launching() {
-        mutex.lock();
-        fegetenv(&before);
-        fesetenv(FE_DFL_ENV);
-    }
-    ~launching() {
-        fesetenv(&before);
-        mutex.unlock();
-    }
-    fenv_t before;
-    static inline std::mutex mutex;
-};
-namespace moer_fused {
-extern char shared[];
-}
-
-template <typename Kernel, typename... Arguments>
-static cudaError_t launch_emulated(const cudaLaunchConfig_t *config, Kernel kernel, const Arguments &...arguments) {
-    const launching now;
-    if (config->dynamicSmemBytes > emulated::SHARED_BYTES || config->blockDim.x % emulated::LANES)
-        return cudaErrorInvalidValue;
-    emulated::shared = moer_fused::shared;
-    emulated::run_grid(config->gridDim.x, config->blockDim.x, kernel, arguments...);
-    return cudaSuccess;
-}
-
-/* What emulate.sh makes of <<<>>>. */
-template <typename Kernel, typename... Arguments>
-static void launch_plainly(unsigned blocks, int threads, Kernel kernel, const Arguments &...arguments) {
-    cudaLaunchConfig_t config{};
-    config.gridDim.x = blocks;
-    config.blockDim.x = static_cast<unsigned>(threads);
-    launch_emulated(&config, kernel, arguments...);
-}
-
-static CUresult get_current(CUcontext *context) {
-    *context = nullptr;
-    return CUDA_SUCCESS;
-}
-static CUresult set_current(CUcontext) {
-    return CUDA_SUCCESS;
 }
 
 static CUresult encode_planted(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *data,
@@ -79,29 +29,12 @@ static CUresult encode_planted(CUtensorMap *map, CUtensorMapDataType type, cuuin
         swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
     return emulated::encode(map, type, rank, data, size, stride, box, step, interleave, swizzle, promotion, fill);
 }
-
-static cudaError_t driver_entry(const char *name, void **function) {
-    *function = strcmp(name, "cuTensorMapEncodeTiled") == 0 ? reinterpret_cast<void *>(encode_planted)
-                : strcmp(name, "cuCtxGetCurrent") == 0      ? reinterpret_cast<void *>(get_current)
-                : strcmp(name, "cuCtxSetCurrent") == 0      ? reinterpret_cast<void *>(set_current)
-                                                            : nullptr;
-    return *function ? cudaSuccess : cudaErrorSymbolNotFound;
-}
-
-static cudaError_t attribute_of(int *value, cudaDeviceAttr which) {
-    *value = which == cudaDevAttrMultiProcessorCount            ? PROCESSORS
-             : which == cudaDevAttrComputeCapabilityMajor       ? MAJOR
-             : which == cudaDevAttrComputeCapabilityMinor       ? MINOR
-             : which == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::SHARED_BYTES
-                                                                : 0;
-    return cudaSuccess;
-}
-
 static cudaError_t properties_of(cudaDeviceProp *properties) {
     *properties = {};
     strcpy(properties->name, "an emulator");
-    properties->major = MAJOR, properties->minor = MINOR;
-    properties->multiProcessorCount = PROCESSORS;
+    cudaDeviceGetAttribute(&properties->major, cudaDevAttrComputeCapabilityMajor, 0);
+    cudaDeviceGetAttribute(&properties->minor, cudaDevAttrComputeCapabilityMinor, 0);
+    cudaDeviceGetAttribute(&properties->multiProcessorCount, cudaDevAttrMultiProcessorCount, 0);
     properties->totalGlobalMem = size_t{1} << 30;
     return cudaSuccess;
 }
@@ -111,20 +44,13 @@ static cudaError_t allocate_host(void **data, size_t bytes) {
     return *data ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
-#define cudaFuncSetAttribute(...) cudaSuccess
-#define cudaFuncGetAttributes(attributes, kernel) ((attributes)->ptxVersion = 90, cudaSuccess)
-#define cudaGetDriverEntryPointByVersion(name, function, version, flags, status) driver_entry(name, function)
-#define cudaLaunchKernelEx launch_emulated
-#define cudaGetLastError() cudaSuccess
+#undef cudaGetDeviceProperties
+#define cudaGetDeviceProperties(properties, device) properties_of(properties)
 #define cudaGetErrorString(error) "an error of the emulator"
 #define cudaDriverGetVersion(version) (*(version) = 13000, cudaSuccess)
 #define cudaRuntimeGetVersion(version) (*(version) = 13000, cudaSuccess)
 #define cudaGetDeviceCount(count) (*(count) = 1, cudaSuccess)
-#define cudaGetDevice(device) (*(device) = 0, cudaSuccess)
 #define cudaSetDevice(device) cudaSuccess
-#define cudaDeviceGetAttribute(value, which, device) attribute_of(value, which)
-#undef cudaGetDeviceProperties
-#define cudaGetDeviceProperties(properties, device) properties_of(properties)
 #define cudaStreamIsCapturing(stream, status) (*(status) = cudaStreamCaptureStatusNone, cudaSuccess)
 #define cudaMemPoolCreate(pool, properties) cudaSuccess
 #define cudaMemPoolSetAttribute(pool, which, value) cudaSuccess
@@ -147,14 +73,13 @@ static cudaError_t allocate_host(void **data, size_t bytes) {
 #define launch_fused launch_right
 #include "fused.cu"
 #undef launch_fused
-namespace moer_fused {
-alignas(1024) char shared[emulated::SHARED_BYTES];
-}
 #include "backend.cu"
+#include "choice.cu"
 #include "paths.cu"
 
 cudaError_t launch_fused(const struct problem &right, cudaStream_t stream) {
     struct problem wrong = right;
+    emulated::map_maker = encode_planted;
     if (planted("tail") && right.tokens > TILE_TOKENS)
         wrong.tokens = right.tokens / TILE_TOKENS * TILE_TOKENS;
     while (planted("hang"))
@@ -191,7 +116,7 @@ static void multiply_plainly(const problem &problem) {
 }
 
 cudaError_t launch_products(const problem &problem, cudaStream_t) {
-    const launching now;
+    const emulated::launching now;
     if (problem.type == BF16)
         multiply_plainly<__nv_bfloat16>(problem);
     else if (problem.type == F16)

@@ -143,10 +143,12 @@ int check_main(int argc, char **argv) {
         if (!name || operation == (int)only)
             result = check_cases((enum moer_operation)operation, options[QUICK].value != NULL, check_one, &tally);
     progress(NULL);
-    printf("%ld passed, %ld failed", tally.passed, tally.failed);
-    if (tally.unsupported > 0)
-        printf(", %ld skipped", tally.unsupported);
-    putchar('\n');
+    if (tally.passed + tally.failed + tally.unsupported > 0) {
+        printf("%ld passed, %ld failed", tally.passed, tally.failed);
+        if (tally.unsupported > 0)
+            printf(", %ld skipped", tally.unsupported);
+        putchar('\n');
+    }
     if (result == 0 && tally.passed + tally.failed == 0)
         return complain("nothing could be checked");
     return result == 0 && tally.failed > 0 ? EXIT_BROKEN : result;

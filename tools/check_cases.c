@@ -165,13 +165,6 @@ static enum moer_status make_identity(struct call *call, struct dims dims) {
 
 /* ---- Cases ------------------------------------------------------------------------------------------------------ */
 
-#define BFLOAT16                                                                                                       \
-    { kDLBfloat, 16, 1 }
-#define FLOAT16                                                                                                        \
-    { kDLFloat, 16, 1 }
-#define FLOAT32                                                                                                        \
-    { kDLFloat, 32, 1 }
-
 /* Of T and of outputs. */
 static const DLDataType dtypes[][2] = {
     {BFLOAT16, BFLOAT16}, {BFLOAT16, FLOAT32}, {FLOAT16, FLOAT16}, {FLOAT16, FLOAT32}, {FLOAT32, FLOAT32}};

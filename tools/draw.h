@@ -6,6 +6,14 @@
 
 #include "call.h"
 
+/* The dtypes of operations. */
+#define BFLOAT16                                                                                                       \
+    { kDLBfloat, 16, 1 }
+#define FLOAT16                                                                                                        \
+    { kDLFloat, 16, 1 }
+#define FLOAT32                                                                                                        \
+    { kDLFloat, 32, 1 }
+
 /* The sizes the suite uses for the operation: Qwen3-Coder-30B-A3B (H=2048, E=128, K=8), GLM-4.7 (H=5120, E=160, K=8).
  */
 struct dims draw_suite_dims(enum moer_operation operation);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The self-check of a GPU's fast selfcheck_path, which moer_tune() runs as a process of its own:
+/* The self-check of a GPU's fast path, which moer_tune() runs as a process of its own:
  *
  *     selfcheck DEVICE PATH UUID VERSION
  *
@@ -89,13 +89,6 @@ static void check_case(const struct selfcheck_case *one, int streams) {
     }
     results_free(&must);
 }
-
-#define BFLOAT16                                                                                                       \
-    { kDLBfloat, 16, 1 }
-#define FLOAT16                                                                                                        \
-    { kDLFloat, 16, 1 }
-#define FLOAT32                                                                                                        \
-    { kDLFloat, 32, 1 }
 
 /* Of T and of outputs. */
 static const DLDataType dtypes[][2] = {

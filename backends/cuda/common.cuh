@@ -123,6 +123,23 @@ struct fast_path {
 };
 extern const struct fast_path moer_cuda_paths[];
 
+enum { MOST_DEVICES = 64 };
+
+/* The list's path for a device, its end where there is none. */
+const struct fast_path *path_of(int device);
+
+/* The path that a call takes, and why. MOER_CUDA_ARCH, looked at in every call, comes before the permit. */
+struct choice {
+    const struct fast_path *path; /* the device's */
+    enum kernels kernels;
+    bool forced;
+    const moer_permit *permit;
+};
+enum moer_status choose_path(enum moer_operation operation, int device, struct choice *choice, moer_message *message);
+
+/* What the library permits, by device. */
+void permit_path(int device, const moer_permit *permit);
+
 /* Each launches on the stream; no synchronisation. */
 cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_entries(const struct problem &problem, cudaStream_t stream);

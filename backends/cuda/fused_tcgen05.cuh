@@ -18,23 +18,23 @@ struct operands {
     static constexpr int HIDDEN_STEP = 16 * B_PANEL, LOGITS_STEP = 16 * A_PANEL, GATE_STEP = 16 * B_PANEL;
 
     /* A weight block's: hidden states and G, both transposed. */
-    static __host__ __device__ constexpr tensor_matrix hidden_states(uint32_t slot) {
+    static __host__ __device__ constexpr matrix hidden_states(uint32_t slot) {
         return tensor_matrix_at(slot, 8 * B_PANEL, TOKENS * B_PANEL, TENSOR_SWIZZLE_128);
     }
-    static __host__ __device__ constexpr tensor_matrix logits_across(uint32_t slot) {
+    static __host__ __device__ constexpr matrix logits_across(uint32_t slot) {
         return tensor_matrix_at(slot, 8 * A_PANEL, TOKENS * A_PANEL, TENSOR_SWIZZLE_64);
     }
     static __host__ __device__ constexpr uint32_t weight_product(bool bfloat16, int experts) {
         return tensor_product(bfloat16, true, true, Shape::WEIGHT_COLUMNS, experts);
     }
     /* A hidden block's: G, and the gate, whose rows are terms. */
-    static __host__ __device__ constexpr tensor_matrix logits(uint32_t slot) {
+    static __host__ __device__ constexpr matrix logits(uint32_t slot) {
         return tensor_matrix_at(slot, 8 * A_PANEL, 0, TENSOR_SWIZZLE_64);
     }
     static __host__ __device__ constexpr int logits_step(int k) {
         return k / 2 * TOKENS * A_PANEL + k % 2 * A_PANEL / 2;
     }
-    static __host__ __device__ constexpr tensor_matrix gate(uint32_t slot) {
+    static __host__ __device__ constexpr matrix gate(uint32_t slot) {
         return tensor_matrix_at(slot, 8 * B_PANEL, Shape::EXPERTS * B_PANEL, TENSOR_SWIZZLE_128);
     }
     static __host__ __device__ constexpr uint32_t item_product(bool bfloat16) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ void begin_chains(const job &job, const ring &hidden,
     using of = operands<shape>;
     constexpr int TOKENS = shape::TOKENS, LINKS = LONGEST_CHAIN / TOKENS;
     const uint32_t product = of::weight_product(std::is_same<T, __nv_bfloat16>::value, part.experts);
-    const tensor_matrix first_a = of::hidden_states(hidden.slots),
-                        first_b = of::logits_across(job.logits.slots + (shape::SPARSE ? part.offset : 0));
+    const matrix first_a = of::hidden_states(hidden.slots),
+                 first_b = of::logits_across(job.logits.slots + (shape::SPARSE ? part.offset : 0));
     place g(job.logits), x(hidden);
 #pragma unroll 1
     for (int i = 0; i < job.steps; i++) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void begin_chains(const job &job, const ring &hidden,
             g.wait_full();
         x.wait_full();
         tensor_after_sync();
-        const tensor_matrix a = first_a + x.slot * hidden.bytes, b = first_b + g.slot * job.logits.bytes;
+        const matrix a = first_a + x.slot * hidden.bytes, b = first_b + g.slot * job.logits.bytes;
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; k++)
             tensor_multiply(chain_sums(memory.sums, turn, part.experts), a + k * of::HIDDEN_STEP,
@@ -226,7 +226,7 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
     const int row = threadIdx.x % WARPGROUP;
     const uint32_t product = of::item_product(std::is_same<T, __nv_bfloat16>::value);
     const uint32_t sums = item_sums(memory.sums, turn), own = own_lanes(sums, threadIdx.x / WARP);
-    const tensor_matrix first_a = of::logits(job.logits.slots), first_b = of::gate(gate.slots);
+    const matrix first_a = of::logits(job.logits.slots), first_b = of::gate(gate.slots);
     place g(job.logits), w(gate), to(results);
     g.advance(turn);
     to.advance(turn * shape::RESULTS_AN_ITEM);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
         g.wait_full();
         if (row < WARP && elected()) {
             tensor_after_sync();
-            const tensor_matrix a = first_a + g.slot * shape::LOGITS_BYTES, b = first_b + w.slot * shape::GATE_BYTES;
+            const matrix a = first_a + g.slot * shape::LOGITS_BYTES, b = first_b + w.slot * shape::GATE_BYTES;
 #pragma unroll
             for (int k = 0; k < shape::EXPERTS / 16; k++)
                 tensor_multiply(sums, a + of::logits_step(k), b + k * of::GATE_STEP, product, k > 0);

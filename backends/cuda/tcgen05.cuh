@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "wgmma.cuh"
 
 /* A matrix descriptor (9.7.16.4.1): bits 0-13 where it begins, 16-29 and 32-45 the two distances, all in units of 16
  * bytes; 46-48 are 1; 61-63 the swizzle. What is not named is 0: the swizzle's pattern begins where addresses are
@@ -12,19 +13,8 @@
  * swizzle's width, of a matrix whose rows are terms; of others, a product of 16 terms stays in a panel. */
 enum tensor_swizzle : uint32_t { TENSOR_SWIZZLE_128 = 2, TENSOR_SWIZZLE_64 = 4 };
 
-struct tensor_matrix {
-    uint32_t low, high;
-
-    __host__ __device__ constexpr tensor_matrix operator+(int bytes) const {
-        return {low + bytes / 16, high};
-    }
-    __host__ __device__ constexpr operator uint64_t() const {
-        return static_cast<uint64_t>(high) << 32 | low;
-    }
-};
-
-__host__ __device__ constexpr tensor_matrix tensor_matrix_at(uint32_t address, uint32_t along, uint32_t across,
-                                                             tensor_swizzle swizzle) {
+__host__ __device__ constexpr matrix tensor_matrix_at(uint32_t address, uint32_t along, uint32_t across,
+                                                      tensor_swizzle swizzle) {
     return {(address & 0x3ffff) >> 4 | across >> 4 << 16, along >> 4 | 1 << 14 | static_cast<uint32_t>(swizzle) << 29};
 }
 

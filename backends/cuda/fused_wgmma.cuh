@@ -74,7 +74,8 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
     if (role >= part.warpgroups)
         return;
     constexpr int STEP = shape::STEP, TOKENS = shape::TOKENS, HIDDEN_BYTES = shape::HIDDEN_BYTES;
-    const int block = part.first * part.warpgroups + role, column = part.column, part_bytes = part.bytes;
+    const int block = part.first * part.warpgroups + role, column = part.column;
+    const int tile_bytes = shape::SPARSE ? shape::LOGITS_BYTES : part.bytes; /* from tile to tile of a step */
     const uint32_t offset = (shape::SPARSE ? block : role) * shape::BLOCK_BYTES;
     sums_of<PANEL_COLUMNS> chain, total;
     total.clear();
@@ -84,10 +85,10 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
     place logits(job.logits), hidden_states(hidden), last_logits(job.logits), last_hidden(hidden);
 #pragma unroll 1
     for (int i = 0; i < job.steps; i++) {
-        if (shape::SPARSE)
-            logits.wait_full();
-        hidden_states.wait_full();
         const matrix a = first_a + logits.slot * job.logits.bytes, b = first_b + hidden_states.slot * hidden.bytes;
+        hidden_states.wait_full();
+        for (int j = 0; j < STEP && shape::SPARSE; j++, logits.advance())
+            logits.wait_full();
         const int first = i % (LONGEST_CHAIN / TOKENS / STEP);
         if (first == 0 && i > 0) {
             wgmma_wait<0>();
@@ -100,19 +101,18 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
         for (int j = 0; j < STEP; j++)
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++)
-                wgmma<true>(chain.sums[0], a + j * part_bytes + k * 16 * A_PANEL,
+                wgmma<true>(chain.sums[0], a + j * tile_bytes + k * 16 * A_PANEL,
                             b + (j * HIDDEN_BYTES + k * 16 * B_PANEL), j + k > 0 ? 1 : first, T());
         wgmma_commit();
         wgmma_wait<1>();
         if (i > 0) {
             last_hidden.release();
             last_hidden.advance();
-            if (shape::SPARSE) {
+            for (int j = 0; j < STEP && shape::SPARSE; j++, last_logits.advance())
                 last_logits.release();
-                last_logits.advance();
-            }
         }
-        logits.advance();
+        if (!shape::SPARSE)
+            logits.advance();
         hidden_states.advance();
     }
     wgmma_wait<0>();

@@ -54,12 +54,12 @@ __device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool z
             store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
 }
 
-/* A ring for entries of tiles, with an even number of slots: each is one team's. */
+/* A ring for entries of tiles, with a multiple of the teams' number of slots: each is one team's. */
 template <typename shape>
 __device__ __forceinline__ ring entries_ring(const problem &problem, uint32_t slots, uint32_t barriers) {
-    constexpr int ROOM = shape::ENTRIES_ROOM;
+    constexpr int ROOM = shape::ENTRIES_ROOM, TEAMS = shape::TEAMS > 1 ? shape::TEAMS : 2;
     const int bytes = shape::TOKENS * 4 * problem.entries;
-    return {slots, barriers, bytes, bytes <= ROOM / 6 ? 6 : bytes <= ROOM / 4 ? 4 : 2};
+    return {slots, barriers, bytes, bytes <= ROOM / (2 * TEAMS) ? 2 * TEAMS : TEAMS};
 }
 
 /* Entries of a tile of G, by a single thread. */
@@ -89,10 +89,8 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
         for (int j = 0; j < HELD; j++)
             held[s][j] = none;
     place from(entries), to(job.logits);
-    if (team == 1) {
-        from.advance();
-        to.advance();
-    }
+    from.advance(team);
+    to.advance(team);
 #pragma unroll 1
     for (int i = team; i < job.steps; i += TEAMS * SLOTS)
 #pragma unroll
@@ -128,10 +126,8 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
                 barrier_arrive(to.full());
                 barrier_arrive(from.empty());
             }
-            for (int j = 0; j < TEAMS; j++) {
-                from.advance();
-                to.advance();
-            }
+            from.advance(TEAMS);
+            to.advance(TEAMS);
         }
 }
 
@@ -246,7 +242,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
         prefetch_map(maps.weight);
         prefetch_map(maps.grad_hidden);
     }
-    gate.init(1, TURNS * (WARPGROUP / WARP));
+    gate.init(1, shape::TURNS * (WARPGROUP / WARP));
     results.init(WARPGROUP / WARP, 1);
     job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, WARPGROUP / WARP);
     if (shape::SPARSE)
@@ -256,7 +252,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     __syncthreads();
     open(&memory);
     if (role < shape::WARPGROUPS) {
-        if (role < TURNS && role < steps)
+        if (role < shape::TURNS && role < steps)
             multiply_gate<T, shape>(job, gate, results, memory, role);
     } else if (leads) {
         place at(gate), list(entries);

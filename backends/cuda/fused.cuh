@@ -16,23 +16,25 @@ enum {
     A_EXPERTS = A_PANEL / 2,            /* of a panel of G */
     BLOCK = 64,                         /* experts */
     WARPGROUP = 128,
-    TURNS = 2,
     MOST_BARRIERS = 64,
     OWN_BARRIERS = 8 /* the last of them, for the products */
 };
 
 /* How an architecture divides the work: tokens of a tile; columns of a weight block, and of a slot for results. A weight
  * block's step is so many tiles, since short ones wait for one another; so many steps do not wait for the kernel before:
- * more would make that late, and the gates. Tiles made of entries have so many slots, in a weight block and in others. */
+ * more would make that late, and the gates. So many warpgroups take turns at items. Tiles made of entries have so many
+ * slots, in a weight block and in others, and so many teams make them. */
 struct hopper {
     static constexpr int TOKENS = 64, WEIGHT_COLUMNS = PANEL_COLUMNS, RESULT_COLUMNS = HIDDEN_COLUMNS;
     static constexpr int STEP = 2, EARLY_STEPS = 2, SPARSE_EARLY_STEPS = 3;
-    static constexpr int WEIGHT_ENTRY_SLOTS = 6, ENTRY_SLOTS = 4, SPARSE_ROOM = 221 * 1024;
+    static constexpr int TURNS = 2, SPARSE_TURNS = 3;
+    static constexpr int WEIGHT_ENTRY_SLOTS = 6, ENTRY_SLOTS = 3, TEAMS = 3, SPARSE_ROOM = 221 * 1024;
 };
 struct blackwell {
     static constexpr int TOKENS = 128, WEIGHT_COLUMNS = HIDDEN_COLUMNS, RESULT_COLUMNS = PANEL_COLUMNS;
     static constexpr int STEP = 1, EARLY_STEPS = 2, SPARSE_EARLY_STEPS = 2;
-    static constexpr int WEIGHT_ENTRY_SLOTS = 2, ENTRY_SLOTS = 2, SPARSE_ROOM = 224 * 1024;
+    static constexpr int TURNS = 2, SPARSE_TURNS = 2;
+    static constexpr int WEIGHT_ENTRY_SLOTS = 2, ENTRY_SLOTS = 2, TEAMS = 1, SPARSE_ROOM = 224 * 1024;
 };
 
 /* Sizes for so many experts at most. SPARSE: G comes as entries. */
@@ -42,7 +44,8 @@ struct shape {
     static constexpr int EXPERTS = MOST_EXPERTS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
     static constexpr bool SPARSE = SPARSE_LOGITS, HOPPER = division::TOKENS == hopper::TOKENS;
     static constexpr int TOKENS = division::TOKENS, WEIGHT_COLUMNS = division::WEIGHT_COLUMNS;
-    static constexpr int LOADERS = SPARSE ? 128 : WARP, TEAMS = 128 / TOKENS; /* of loaders, a thread a token */
+    static constexpr int TURNS = SPARSE ? division::SPARSE_TURNS : division::TURNS, TEAMS = division::TEAMS;
+    static constexpr int LOADERS = SPARSE ? TEAMS * TOKENS : WARP;
     static constexpr int WARPGROUPS = HOPPER && BLOCKS > TURNS ? BLOCKS : TURNS;
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = SPARSE && HOPPER ? 640 : 512; /* registers: 96 or 128 */

@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
 template <typename T, typename shape>
 __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, const ring &results,
                                               const tensor_memory &, int role) {
-    constexpr int TOKENS = shape::TOKENS;
+    constexpr int TOKENS = shape::TOKENS, TURNS = shape::TURNS;
     const int tiles = job.tiles, steps = job.steps;
     const int lane = threadIdx.x % WARP;
     sums_of<HIDDEN_COLUMNS> result;
@@ -147,10 +147,8 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
     const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
                  first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
     place logits(job.logits), to(results), weight(gate);
-    if (role == 1) {
-        logits.advance();
-        to.advance();
-    }
+    logits.advance(role);
+    to.advance(role);
     int slice = 0, next = job.first + role;
     weight.wait_full();
 #pragma unroll 1
@@ -185,8 +183,8 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
         __syncwarp();
         if (lane == 0)
             barrier_arrive(to.full());
-        logits.advance(), logits.advance();
-        to.advance(), to.advance();
+        logits.advance(TURNS);
+        to.advance(TURNS);
     }
     /* The slices that are left have no item of this warpgroup's. */
 }

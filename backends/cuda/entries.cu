@@ -8,11 +8,11 @@
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_entries {
 
-enum { THREADS = 128, FEWEST_BLOCKS = 16 }; /* 32 registers: as many as the fused kernel leaves to one block */
+enum { THREADS = 256 };
 
 /* LANES: as many as entries, rounded up to a power of two. */
 template <typename T, int LANES>
-__global__ void __launch_bounds__(THREADS, FEWEST_BLOCKS) entries_kernel(const __grid_constant__ problem problem) {
+__global__ void __launch_bounds__(THREADS) entries_kernel(const __grid_constant__ problem problem) {
     using slot = sigmoid_slot<T>;
     allow_next_kernel();
     const int lane = threadIdx.x % LANES;

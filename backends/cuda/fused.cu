@@ -54,12 +54,12 @@ __device__ __forceinline__ void put_entries(uint32_t tile, uint4 entries, bool z
             store_shared(tile + (entry & 0xffff), static_cast<unsigned short>(zeros ? 0 : entry >> 16));
 }
 
-/* A ring for entries of tiles, with a multiple of the teams' number of slots: each is one team's. */
+/* A ring for entries of tiles, with an even number of slots: each is one team's. */
 template <typename shape>
 __device__ __forceinline__ ring entries_ring(const problem &problem, uint32_t slots, uint32_t barriers) {
-    constexpr int ROOM = shape::ENTRIES_ROOM, TEAMS = shape::TEAMS > 1 ? shape::TEAMS : 2;
+    constexpr int ROOM = shape::ENTRIES_ROOM;
     const int bytes = shape::TOKENS * 4 * problem.entries;
-    return {slots, barriers, bytes, bytes <= ROOM / (2 * TEAMS) ? 2 * TEAMS : TEAMS};
+    return {slots, barriers, bytes, bytes <= ROOM / 6 ? 6 : bytes <= ROOM / 4 ? 4 : 2};
 }
 
 /* Entries of a tile of G, by a single thread. */
@@ -73,12 +73,12 @@ __device__ __forceinline__ void copy_entries(const place &at, const problem &pro
 /* G from its entries, by teams of a thread a token, which take turns. They clear what they wrote into the slot before,
  * and write what there is now. Each thread keeps its first eight of those: what it loaded from global memory, the fence
  * would wait for. */
-template <typename shape, int COUNT>
+template <typename shape>
 __device__ __forceinline__ void make_logits(const job &job, const ring &entries, const problem &problem, int thread) {
-    constexpr int TEAMS = shape::TEAMS, SLOTS = COUNT / TEAMS, HELD = 2;
+    constexpr int TEAMS = shape::TEAMS, SLOTS = shape::ENTRY_SLOTS / TEAMS, HELD = 2;
     const int team = uniform(thread / shape::TOKENS), chunks = problem.entries / 4;
     const uint32_t own = thread % shape::TOKENS * chunks * CHUNK_BYTES;
-    for (int i = thread * CHUNK_BYTES; i < COUNT * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
+    for (int i = thread * CHUNK_BYTES; i < shape::ENTRY_SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
         store_shared(job.logits.slots + i, {0, 0, 0, 0});
     synchronize(2, shape::LOADERS);
     const uint4 none = make_uint4(NO_ENTRY, NO_ENTRY, NO_ENTRY, NO_ENTRY);
@@ -89,8 +89,10 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
         for (int j = 0; j < HELD; j++)
             held[s][j] = none;
     place from(entries), to(job.logits);
-    from.advance(team);
-    to.advance(team);
+    if (team == 1) {
+        from.advance();
+        to.advance();
+    }
 #pragma unroll 1
     for (int i = team; i < job.steps; i += TEAMS * SLOTS)
 #pragma unroll
@@ -126,8 +128,10 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
                 barrier_arrive(to.full());
                 barrier_arrive(from.empty());
             }
-            from.advance(TEAMS);
-            to.advance(TEAMS);
+            for (int j = 0; j < TEAMS; j++) {
+                from.advance();
+                to.advance();
+            }
         }
 }
 
@@ -147,10 +151,10 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
     hidden.barriers = shared + shape::ROOM;
     if (shape::SPARSE) {
         hidden.bytes = STEP * HIDDEN_BYTES;
-        hidden.count = (shape::ROOM - shape::ENTRIES_ROOM - shape::WEIGHT_ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
+        hidden.count = (shape::ROOM - shape::ENTRIES_ROOM - shape::ENTRY_SLOTS * shape::LOGITS_BYTES) / hidden.bytes;
         job.logits.slots = shared + hidden.count * hidden.bytes;
         job.logits.bytes = shape::LOGITS_BYTES;
-        job.logits.count = shape::WEIGHT_ENTRY_SLOTS;
+        job.logits.count = shape::ENTRY_SLOTS;
         job.logits.barriers = hidden.barriers + hidden.count * 16;
         entries = entries_ring<shape>(problem, shared + shape::ROOM - shape::ENTRIES_ROOM,
                                       job.logits.barriers + job.logits.count * 16);
@@ -169,9 +173,6 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
         job.logits.init(TOKENS / WARP, part.releases);
         entries.init(1, TOKENS / WARP);
     }
-    /* Entries are made into whole steps of tiles, whatever is in the last. */
-    struct job making = job;
-    making.steps = making.tiles = job.steps * STEP;
     tensor_memory memory = allocate<shape>(shared);
     barrier_init_done();
     __syncthreads();
@@ -182,8 +183,6 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
         place at(hidden);
 #pragma unroll 1
         for (int i = 0; i < job.steps; i++, at.advance()) {
-            if (i == shape::EARLY_STEPS)
-                wait_for_last_kernel();
             at.wait_empty();
             barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
 #pragma unroll
@@ -195,11 +194,11 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
         place at(entries);
         wait_for_last_kernel();
 #pragma unroll 1
-        for (int i = 0; i < making.steps; i++, at.advance())
+        for (int i = 0; i < job.steps; i++, at.advance())
             copy_entries(at, problem, i);
     } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
-            make_logits<shape, shape::WEIGHT_ENTRY_SLOTS>(making, entries, problem, thread);
+            make_logits<shape>(job, entries, problem, thread);
         else if (thread == 0)
             load_logits<shape, STEP>(job, problem.logits + part.offset, part.bytes);
     }
@@ -242,7 +241,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
         prefetch_map(maps.weight);
         prefetch_map(maps.grad_hidden);
     }
-    gate.init(1, shape::TURNS * (WARPGROUP / WARP));
+    gate.init(1, TURNS * (WARPGROUP / WARP));
     results.init(WARPGROUP / WARP, 1);
     job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, WARPGROUP / WARP);
     if (shape::SPARSE)
@@ -252,7 +251,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     __syncthreads();
     open(&memory);
     if (role < shape::WARPGROUPS) {
-        if (role < shape::TURNS && role < steps)
+        if (role < TURNS && role < steps)
             multiply_gate<T, shape>(job, gate, results, memory, role);
     } else if (leads) {
         place at(gate), list(entries);
@@ -267,7 +266,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
             at.advance();
             next++;
         };
-        while (next <= last_slice && next <= first_slice + !shape::SPARSE)
+        while (next <= last_slice && next <= first_slice + 1)
             copy_gate();
         if (shape::SPARSE)
             wait_for_last_kernel();
@@ -286,7 +285,7 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
         }
     } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
-            make_logits<shape, shape::ENTRY_SLOTS>(job, entries, problem, thread);
+            make_logits<shape>(job, entries, problem, thread);
         else if (thread == 0)
             load_logits<shape, 1>(job, problem.logits, shape::LOGITS_BYTES);
     } else if (thread == shape::LOADERS + WARP) {
@@ -302,8 +301,8 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
                 for (int j = 0; j < BOXES; j++)
                     store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + (part + j) * PANEL_COLUMNS, tile * TOKENS,
                               at.memory() + j * TOKENS * B_PANEL);
-                if (i * shape::RESULTS_AN_ITEM + part > 0) {
-                    store_bulk_wait<BOXES>(); /* this slot's: the one before is free */
+                if (i * shape::RESULTS_AN_ITEM + part > 1) {
+                    store_bulk_wait<2 * BOXES>();
                     barrier_arrive(last.empty());
                     last.advance();
                 }

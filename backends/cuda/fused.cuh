@@ -16,25 +16,20 @@ enum {
     A_EXPERTS = A_PANEL / 2,            /* of a panel of G */
     BLOCK = 64,                         /* experts */
     WARPGROUP = 128,
+    TURNS = 2,
     MOST_BARRIERS = 64,
     OWN_BARRIERS = 8 /* the last of them, for the products */
 };
 
-/* How an architecture divides the work: tokens of a tile; columns of a weight block, and of a slot for results. A weight
- * block's step is so many tiles, since short ones wait for one another; so many steps do not wait for the kernel before:
- * more would make that late, and the gates. So many warpgroups take turns at items. Tiles made of entries have so many
- * slots, in a weight block and in others, and so many teams make them. */
+/* How an architecture divides the work: tokens of a tile, columns of a weight block and of a slot for results, slots
+ * for tiles of entries, and tiles of a step of the weight gradient's: short ones wait for one another. */
 struct hopper {
-    static constexpr int TOKENS = 64, WEIGHT_COLUMNS = PANEL_COLUMNS, RESULT_COLUMNS = HIDDEN_COLUMNS;
-    static constexpr int STEP = 2, EARLY_STEPS = 2, SPARSE_EARLY_STEPS = 3;
-    static constexpr int TURNS = 2, SPARSE_TURNS = 3;
-    static constexpr int WEIGHT_ENTRY_SLOTS = 6, ENTRY_SLOTS = 3, TEAMS = 3, SPARSE_ROOM = 221 * 1024;
+    static constexpr int TOKENS = 64, WEIGHT_COLUMNS = PANEL_COLUMNS, RESULT_COLUMNS = HIDDEN_COLUMNS, ENTRY_SLOTS = 4;
+    static constexpr int STEP = 2, SPARSE_STEP = 1, SPARSE_ROOM = 221 * 1024;
 };
 struct blackwell {
-    static constexpr int TOKENS = 128, WEIGHT_COLUMNS = HIDDEN_COLUMNS, RESULT_COLUMNS = PANEL_COLUMNS;
-    static constexpr int STEP = 1, EARLY_STEPS = 2, SPARSE_EARLY_STEPS = 2;
-    static constexpr int TURNS = 2, SPARSE_TURNS = 2;
-    static constexpr int WEIGHT_ENTRY_SLOTS = 2, ENTRY_SLOTS = 2, TEAMS = 1, SPARSE_ROOM = 224 * 1024;
+    static constexpr int TOKENS = 128, WEIGHT_COLUMNS = HIDDEN_COLUMNS, RESULT_COLUMNS = PANEL_COLUMNS, ENTRY_SLOTS = 2;
+    static constexpr int STEP = 1, SPARSE_STEP = 1, SPARSE_ROOM = 224 * 1024;
 };
 
 /* Sizes for so many experts at most. SPARSE: G comes as entries. */
@@ -44,8 +39,7 @@ struct shape {
     static constexpr int EXPERTS = MOST_EXPERTS, BLOCKS = (EXPERTS + BLOCK - 1) / BLOCK;
     static constexpr bool SPARSE = SPARSE_LOGITS, HOPPER = division::TOKENS == hopper::TOKENS;
     static constexpr int TOKENS = division::TOKENS, WEIGHT_COLUMNS = division::WEIGHT_COLUMNS;
-    static constexpr int TURNS = SPARSE ? division::SPARSE_TURNS : division::TURNS, TEAMS = division::TEAMS;
-    static constexpr int LOADERS = SPARSE ? TEAMS * TOKENS : WARP;
+    static constexpr int LOADERS = SPARSE ? 128 : WARP, TEAMS = 128 / TOKENS; /* of loaders, a thread a token */
     static constexpr int WARPGROUPS = HOPPER && BLOCKS > TURNS ? BLOCKS : TURNS;
     static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
     static constexpr int BOUND = SPARSE && HOPPER ? 640 : 512; /* registers: 96 or 128 */
@@ -53,9 +47,7 @@ struct shape {
                          RESULT_BYTES = TOKENS * division::RESULT_COLUMNS * 2;
     static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
     static constexpr int BLOCK_BYTES = TOKENS * BLOCK * 2; /* of a tile of G */
-    static constexpr int WEIGHT_ENTRY_SLOTS = division::WEIGHT_ENTRY_SLOTS, ENTRY_SLOTS = division::ENTRY_SLOTS;
-    static constexpr int STEP = division::STEP;
-    static constexpr int EARLY_STEPS = SPARSE ? division::SPARSE_EARLY_STEPS : division::EARLY_STEPS;
+    static constexpr int ENTRY_SLOTS = division::ENTRY_SLOTS, STEP = SPARSE ? division::SPARSE_STEP : division::STEP;
     static constexpr int RESULTS_AN_ITEM = HIDDEN_COLUMNS / division::RESULT_COLUMNS;
     static constexpr int ENTRIES_ROOM = (HOPPER ? 12 : 16) * 1024; /* two tiles of 16 entries a token, at least */
     static constexpr int ROOM = SPARSE ? division::SPARSE_ROOM : 215 * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
@@ -63,8 +55,7 @@ struct shape {
     static constexpr int GATES = 2, RESULTS = 3, LEFT = ROOM - GATES * GATE_BYTES - RESULTS * RESULT_BYTES;
     static constexpr int FIT = LEFT / LOGITS_BYTES / TURNS * TURNS;
     static constexpr int ITEM_SLOTS = SPARSE ? ENTRY_SLOTS : FIT < 12 ? FIT : 12;
-    static_assert(ITEM_SLOTS % TURNS == 0 && ENTRY_SLOTS % TEAMS == 0 && WEIGHT_ENTRY_SLOTS % TEAMS == 0 &&
-                      WEIGHT_ENTRY_SLOTS % STEP == 0,
+    static_assert(ITEM_SLOTS % TURNS == 0 && ENTRY_SLOTS % TEAMS == 0,
                   "whoever takes every other tile must see every phase of its slots' barriers");
     static_assert(ITEM_SLOTS > 0 && ITEM_SLOTS * LOGITS_BYTES + (SPARSE ? ENTRIES_ROOM : 0) <= LEFT, "slots fit");
 };

@@ -222,7 +222,7 @@ template <typename T, typename shape>
 __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, const ring &results,
                                               const tensor_memory &memory, int turn) {
     using of = operands<shape>;
-    constexpr int COLUMNS = 32, TURNS = shape::TURNS;
+    constexpr int COLUMNS = 32;
     const int row = threadIdx.x % WARPGROUP;
     const uint32_t product = of::item_product(std::is_same<T, __nv_bfloat16>::value);
     const uint32_t sums = item_sums(memory.sums, turn), own = own_lanes(sums, threadIdx.x / WARP);

@@ -74,8 +74,7 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
     if (role >= part.warpgroups)
         return;
     constexpr int STEP = shape::STEP, TOKENS = shape::TOKENS, HIDDEN_BYTES = shape::HIDDEN_BYTES;
-    const int block = part.first * part.warpgroups + role, column = part.column;
-    const int tile_bytes = shape::SPARSE ? shape::LOGITS_BYTES : part.bytes; /* from tile to tile of a step */
+    const int block = part.first * part.warpgroups + role, column = part.column, part_bytes = part.bytes;
     const uint32_t offset = (shape::SPARSE ? block : role) * shape::BLOCK_BYTES;
     sums_of<PANEL_COLUMNS> chain, total;
     total.clear();
@@ -85,10 +84,10 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
     place logits(job.logits), hidden_states(hidden), last_logits(job.logits), last_hidden(hidden);
 #pragma unroll 1
     for (int i = 0; i < job.steps; i++) {
-        const matrix a = first_a + logits.slot * job.logits.bytes, b = first_b + hidden_states.slot * hidden.bytes;
-        hidden_states.wait_full();
-        for (int j = 0; j < STEP && shape::SPARSE; j++, logits.advance())
+        if (shape::SPARSE)
             logits.wait_full();
+        hidden_states.wait_full();
+        const matrix a = first_a + logits.slot * job.logits.bytes, b = first_b + hidden_states.slot * hidden.bytes;
         const int first = i % (LONGEST_CHAIN / TOKENS / STEP);
         if (first == 0 && i > 0) {
             wgmma_wait<0>();
@@ -101,18 +100,19 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
         for (int j = 0; j < STEP; j++)
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++)
-                wgmma<true>(chain.sums[0], a + j * tile_bytes + k * 16 * A_PANEL,
+                wgmma<true>(chain.sums[0], a + j * part_bytes + k * 16 * A_PANEL,
                             b + (j * HIDDEN_BYTES + k * 16 * B_PANEL), j + k > 0 ? 1 : first, T());
         wgmma_commit();
         wgmma_wait<1>();
         if (i > 0) {
             last_hidden.release();
             last_hidden.advance();
-            for (int j = 0; j < STEP && shape::SPARSE; j++, last_logits.advance())
+            if (shape::SPARSE) {
                 last_logits.release();
+                last_logits.advance();
+            }
         }
-        if (!shape::SPARSE)
-            logits.advance();
+        logits.advance();
         hidden_states.advance();
     }
     wgmma_wait<0>();
@@ -137,7 +137,7 @@ __device__ __forceinline__ void add_up(const problem &problem, const job &job, c
 template <typename T, typename shape>
 __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, const ring &results,
                                               const tensor_memory &, int role) {
-    constexpr int TOKENS = shape::TOKENS, TURNS = shape::TURNS;
+    constexpr int TOKENS = shape::TOKENS;
     const int tiles = job.tiles, steps = job.steps;
     const int lane = threadIdx.x % WARP;
     sums_of<HIDDEN_COLUMNS> result;
@@ -147,8 +147,10 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
     const matrix first_a = matrix_at(job.logits.slots, 8 * A_PANEL, 0, SWIZZLE_64),
                  first_b = matrix_at(gate.slots, 8 * B_PANEL, shape::EXPERTS * B_PANEL, SWIZZLE_128);
     place logits(job.logits), to(results), weight(gate);
-    logits.advance(role);
-    to.advance(role);
+    if (role == 1) {
+        logits.advance();
+        to.advance();
+    }
     int slice = 0, next = job.first + role;
     weight.wait_full();
 #pragma unroll 1
@@ -183,8 +185,8 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
         __syncwarp();
         if (lane == 0)
             barrier_arrive(to.full());
-        logits.advance(TURNS);
-        to.advance(TURNS);
+        logits.advance(), logits.advance();
+        to.advance(), to.advance();
     }
     /* The slices that are left have no item of this warpgroup's. */
 }

@@ -6,7 +6,7 @@ A call takes as long as its slowest part: a block of the weight gradient's, a bl
 through memory; and a constant. A block's tile takes as many clocks as the busier of two: shared memory, 128 bytes a
 clock, written by copies and read by products and stores; or the tensor cores. Tiles take some factor longer than that,
 since a block has no other work while it waits; that factor, the constant and memory's share of its peak are fitted to an
-H200's times, and are then taken for a B200's.  Prints two tables in Markdown."""
+H200's times, and are then taken for a B200's. Prints two tables an operation in Markdown."""
 import math
 
 # Multiprocessors, GHz, FLOPs a clock and multiprocessor (bfloat16, dense), TB/s. The public suite runs a B200 at 1.5 GHz.

@@ -6,6 +6,7 @@ set -eu
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
+PATH=$PATH:/usr/local/cuda/bin
 if ! command -v nvcc >/dev/null; then
     echo "blackwell.sh: no nvcc"
     exit 0

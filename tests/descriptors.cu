@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the fused kernel tells Blackwell's tensor cores, against a model of the ISA's tables (tcgen05_model.h): of each
- * descriptor that it can form, every element must be where copies and kernels have put it, and each bit must count. */
+ * descriptor that it can form, every element must be where copies and kernels have put it, and each bit that is used
+ * must count. */
 #include "fused_tcgen05.cuh"
 #include "tcgen05_model.h"
 

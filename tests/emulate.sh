@@ -8,6 +8,7 @@ mkdir -p "$1/cuda"
 folder=$(cd "$1" && pwd)
 build=${3+$(cd "$3" && pwd)}
 cd "$(dirname "$0")/.."
+PATH=$PATH:/usr/local/cuda/bin
 if ! command -v nvcc >/dev/null; then
     echo "emulate.sh: no nvcc"
     exit 0

@@ -41,14 +41,13 @@ def parts(gpu, hidden, experts, sparse, tokens):
         part = 64 * blocks // split
         weight = sum(clocks(gpu, 64, width, tile, 0, 0) for _ in range(part // 64))
         weight += (tile * width * 2 + (logits if sparse else tile * part * 2)) / 128
-        item = clocks(gpu, tile, 128, experts, logits, 2 * tile * 128 * 2)
     else:
         part = 32
         while slices * math.ceil(experts / part) > gpu["processors"] * 9 // 16:
             part += 32
         split = math.ceil(experts / part)
         weight = clocks(gpu, width, part, tile, tile * width * 2 + (logits if sparse else tile * part * 2), 0)
-        item = clocks(gpu, tile, 128, experts, logits, 2 * tile * 128 * 2)
+    item = clocks(gpu, tile, 128, experts, logits, 2 * tile * 128 * 2)
     left = max(gpu["processors"] - slices * split, gpu["processors"] // 4)
     items = math.ceil(math.ceil(hidden / 128) * tiles / left)
     microsecond = gpu["clock"] * 1e3

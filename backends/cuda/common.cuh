@@ -9,6 +9,11 @@
 #include "backend.h"
 #include "tensor.h"
 
+/* What is compiled for sm_100 and its family. */
+#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+#define MOER_TCGEN05
+#endif
+
 enum element { BF16, F16, F32 };
 
 /* Whose instructions a call's kernels are made of. */
@@ -78,7 +83,7 @@ struct problem {
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
  * tokens, by the architecture, and rows of whole blocks. */
 enum {
-#if __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+#ifdef MOER_TCGEN05
     TILE_TOKENS = 128,
 #else
     TILE_TOKENS = 64,

@@ -69,8 +69,9 @@ struct shares {
     int part_experts;
 };
 
-/* What a weight block works on: experts from first on, whose G begins at an offset in a tile of it and has so many
- * bytes of each; so many slots of both it and hidden states; who releases those. */
+/* What a weight block works on: columns from column on and experts from first on (by wgmma: blocks of them), whose G
+ * begins at an offset in a tile of it and has so many bytes of each; so many slots of both it and hidden states; so
+ * many arrivals release one. */
 struct weight_part {
     int column, first, experts, offset, bytes, slots, warpgroups, releases;
 };
@@ -83,7 +84,7 @@ struct maps {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MOER_FUSED_WGMMA
 using made_for = hopper;
-#elif __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+#elif defined(MOER_TCGEN05)
 #define MOER_FUSED_TCGEN05
 using made_for = blackwell;
 #endif

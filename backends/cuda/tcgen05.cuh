@@ -4,6 +4,7 @@
  */
 #pragma once
 
+#include "common.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
 
@@ -35,7 +36,7 @@ __host__ __device__ constexpr uint32_t own_lanes(uint32_t memory, int warp) {
     return memory + (static_cast<uint32_t>(warp % 4 * 32) << 16);
 }
 
-#if defined(__CUDACC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000 && __CUDA_ARCH_FAMILY_SPECIFIC__ < 1100
+#if defined(__CUDACC__) && defined(MOER_TCGEN05)
 
 /* tcgen05.alloc and .dealloc (9.7.16.7.1): all columns, by a warp, which finds their address in shared memory. What
  * another block has, it waits for. */

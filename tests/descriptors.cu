@@ -118,7 +118,7 @@ void check_shape() {
             check_product(of::weight_product(bfloat16, experts), bfloat16, true, shape::WEIGHT_COLUMNS, experts);
     }
     uint32_t own[4];
-    for (int turn = 0; turn < TURNS; turn++) {
+    for (int turn = 0; turn < WARPGROUPS; turn++) {
         for (int warp = 0; warp < 4; warp++)
             own[warp] = own_lanes(item_sums(0, turn), warp);
         check_sums(item_sums(0, turn), HIDDEN_COLUMNS, own);

@@ -19,7 +19,6 @@ log=$folder/log
 cp backends/cuda/*.cu backends/cuda/*.cuh "$folder/cuda"
 # Instructions are the emulator's; descriptors are the kernel's own.
 printf '#include "emulated_cuda.h"\n' >"$folder/cuda/ptx.cuh"
-sed -i -E 's/kernel<<<(.*), (.*), 0, stream>>>\(problem\);/emulated::launch_plainly(\1, \2, kernel, problem);/' "$folder"/cuda/*.cu
 compile() { # MACRO OUTPUT SOURCE ARGUMENT...
     macro=$1 output=$2 source=$3
     shift 3

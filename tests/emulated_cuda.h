@@ -331,15 +331,6 @@ cudaError_t launch(const cudaLaunchConfig_t *config, Kernel kernel, const Argume
     return cudaSuccess;
 }
 
-/* What emulate.sh makes of <<<>>>. */
-template <typename Kernel, typename... Arguments>
-void launch_plainly(unsigned blocks, int threads, Kernel kernel, const Arguments &...arguments) {
-    cudaLaunchConfig_t config{};
-    config.gridDim.x = blocks;
-    config.blockDim.x = static_cast<unsigned>(threads);
-    launch(&config, kernel, arguments...);
-}
-
 inline CUresult no_context(CUcontext *context) {
     *context = nullptr;
     return CUDA_SUCCESS;
@@ -458,9 +449,6 @@ inline float __fdiv_rn(float a, float b) {
 inline float __fadd_rn(float a, float b) {
     return a + b;
 }
-inline uint4 __ldcg(const uint4 *from) {
-    return *from;
-}
 #define __trap() abort()
 #undef __noinline__
 #define __noinline__
@@ -524,6 +512,10 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
                          "waits for a barrier for ever");
 }
 inline void prefetch_map(const CUtensorMap &) {}
+template <int>
+void take_registers() {}
+template <int>
+void leave_registers() {}
 inline void synchronize(int barrier, int threads) {
     emulated::meet(barrier, static_cast<unsigned>(threads));
 }
@@ -548,21 +540,54 @@ inline void store_words(uint32_t to, uint4 value) {
     memcpy(emulated::at(to, 16), &value, 16);
 }
 inline void fence_asynchronous() {}
-/* A lane has the row's address of a matrix; it gives two elements of a row of each. */
-inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    const int warp = static_cast<int>(emulated::self->number) / 32,
-              lane = static_cast<int>(emulated::self->number) % 32;
-    auto &rows = emulated::now->shuffles[1000 + warp];
+
+namespace emulated {
+
+/* Visits a lane's elements of a warp's four 8 x 8 matrices, two of a row of each, where they lie in shared memory, or
+ * their transposes do: a lane gives a row's address. */
+template <typename Visit>
+void matrices(uint32_t row, bool transpose, Visit visit) {
+    const int warp = static_cast<int>(self->number) / 32, lane = static_cast<int>(self->number) % 32;
+    auto &rows = now->shuffles[1000 + warp];
     rows.resize(32);
     rows[static_cast<size_t>(lane)] = row;
-    emulated::meet(400 + warp, 32);
-    const uint32_t values[] = {a, b, c, d};
+    meet(400 + warp, 32);
     for (int i = 0; i < 4; i++)
-        memcpy(emulated::at(static_cast<uint32_t>(rows[static_cast<size_t>(i * 8 + lane / 4)]) +
-                                static_cast<uint32_t>(lane % 4) * 4,
-                            4),
-               &values[i], 4);
-    emulated::meet(500 + warp, 32);
+        for (int j = 0; j < 2; j++) {
+            const int down = lane / 4, across = lane % 4 * 2 + j;
+            visit(i, j,
+                  at(static_cast<uint32_t>(rows[static_cast<size_t>(i * 8 + (transpose ? across : down))]) +
+                         static_cast<uint32_t>(transpose ? down : across) * 2,
+                     2));
+        }
+    meet(500 + warp, 32);
+}
+inline void store(uint32_t row, bool transpose, const uint32_t (&values)[4]) {
+    matrices(row, transpose,
+             [&](int i, int j, char *to) { memcpy(to, reinterpret_cast<const char *>(&values[i]) + 2 * j, 2); });
+}
+
+} // namespace emulated
+
+inline void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    emulated::store(row, false, {a, b, c, d});
+}
+inline void store_matrices_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    emulated::store(row, true, {a, b, c, d});
+}
+inline void load_matrices_transposed(uint32_t (&values)[4], uint32_t row) {
+    emulated::matrices(row, true, [&](int i, int j, const char *from) {
+        memcpy(reinterpret_cast<char *>(&values[i]) + 2 * j, from, 2);
+    });
+}
+inline uint32_t transposed(uint32_t matrix) {
+    const unsigned lane = emulated::self->number % 32, row = lane / 4, column = lane % 4 * 2;
+    return exchanged(matrix, [=](auto of) { /* row r's element c is lane 4 r + c / 2's */
+                                            const auto element = [&](unsigned r, unsigned c) {
+                                                return of(4 * r + c / 2) >> c % 2 * 16 & 0xffff;
+                                            };
+                                            return element(column, row) | element(column + 1, row) << 16;
+    });
 }
 
 /* ---- wgmma.cuh ---- */
@@ -618,8 +643,42 @@ void product(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add) {
     });
 }
 
+/* The same with the first factor in registers, which are read at once: that they must not change is not seen. */
+template <typename T, int GROUPS>
+void product(float (&sums)[GROUPS][4], const uint32_t (&a)[4], uint64_t b, int add) {
+    const unsigned lane = self->number % LANES;
+    std::vector<float> rows(32); /* two */
+    for (int i = 0; i < 4; i++)
+        for (unsigned t = 0; t < 4; t++) {
+            const uint32_t pair = __shfl_sync(~0u, a[i], static_cast<int>(t), 4);
+            for (unsigned j = 0; j < 2; j++) {
+                const uint16_t bits = static_cast<uint16_t>(pair >> 16 * j);
+                T value;
+                memcpy(&value, &bits, 2);
+                rows[static_cast<size_t>(i % 2) * 16 + static_cast<size_t>(i / 2) * 8 + 2 * t + j] =
+                    static_cast<float>(value);
+            }
+        }
+    float *to = &sums[0][0];
+    self->products.back().push_back([=] {
+        for (size_t half = 0; half < 2; half++)
+            for (int j = 0; j < GROUPS; j++)
+                for (int i = 0; i < 2; i++) {
+                    float &sum = to[static_cast<size_t>(j) * 4 + half * 2 + static_cast<size_t>(i)];
+                    sum = add ? sum : 0;
+                    for (int k = 0; k < 16; k++)
+                        sum += rows[half * 16 + static_cast<size_t>(k)] *
+                               element<T>(b, false, j * 8 + static_cast<int>(lane) % 4 * 2 + i, k);
+                }
+    });
+}
+
 } // namespace emulated
 
+template <typename T>
+void wgmma(float (&sums)[8][4], const uint32_t (&a)[4], uint64_t b, int add, T) {
+    emulated::product<T>(sums, a, b, add);
+}
 template <bool TERM_ROWS_A, int GROUPS>
 void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __nv_bfloat16) {
     emulated::product<TERM_ROWS_A, __nv_bfloat16>(sums, a, b, add);

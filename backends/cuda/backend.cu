@@ -184,13 +184,12 @@ class parts {
 };
 
 /* Whether the fused kernel is made for such a shape. On Hopper more columns would leave too few multiprocessors to the
- * hidden gradient, and another kernel is as good for more tokens and gives rows the same bits; on Blackwell there is no
- * other. */
+ * hidden gradient. */
 bool has_fused_shape(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_FUSED = 8192, MOST_TOKENS = 1 << 30 };
+    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS = 1 << 30 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD, hopper = problem.kernels == HOPPER;
     return problem.kernels != GENERIC && problem.type != F32 && problem.tokens > 0 &&
-           problem.tokens <= (hopper ? MOST_TOKENS_FUSED : MOST_TOKENS) && problem.experts > 0 &&
+           problem.tokens <= MOST_TOKENS && problem.experts > 0 &&
            problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
            (softmax || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
            (!hopper || divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES);

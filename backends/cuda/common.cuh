@@ -235,6 +235,22 @@ bool can_wait(void (*kernel)(Parameters...)) {
            attributes.ptxVersion >= 90;
 }
 
+/* Launches a kernel that lets the next one start beside it. Where that wants much shared memory, it does so only if
+ * this is set aside already. */
+inline cudaError_t launch_first(void (*kernel)(struct problem), int64_t blocks, int threads, bool set_aside,
+                                cudaStream_t stream, const struct problem &problem) {
+    cudaLaunchAttribute room{};
+    room.id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+    room.val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &room;
+    config.numAttrs = set_aside;
+    return cudaLaunchKernelEx(&config, kernel, problem);
+}
+
 /* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that. */
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,

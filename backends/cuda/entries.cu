@@ -8,11 +8,11 @@
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_entries {
 
-enum { THREADS = 256 };
+enum { THREADS = 128, FEWEST_BLOCKS = 16 }; /* 32 registers: as many as the fused kernel leaves to one block */
 
 /* LANES: as many as entries, rounded up to a power of two. */
 template <typename T, int LANES>
-__global__ void __launch_bounds__(THREADS) entries_kernel(const __grid_constant__ problem problem) {
+__global__ void __launch_bounds__(THREADS, FEWEST_BLOCKS) entries_kernel(const __grid_constant__ problem problem) {
     using slot = sigmoid_slot<T>;
     allow_next_kernel();
     const int lane = threadIdx.x % LANES;
@@ -71,15 +71,8 @@ __global__ void __launch_bounds__(THREADS) entries_kernel(const __grid_constant_
 
 template <typename T, int LANES>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
-    auto kernel = entries_kernel<T, LANES>;
-    /* The fused kernel starts beside this one only where its shared memory is set aside already. */
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     const int64_t blocks = divide_up(problem.tokens, PADDED_TOKENS) * (PADDED_TOKENS * LANES / THREADS);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<static_cast<unsigned>(blocks), THREADS, 0, stream>>>(problem);
-    return cudaGetLastError();
+    return launch_first(entries_kernel<T, LANES>, blocks, THREADS, true, stream, problem);
 }
 
 template <typename T>

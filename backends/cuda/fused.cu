@@ -6,7 +6,7 @@
  * - A weight block has a slice of columns, and all experts or a part of them: G^T times hidden states. Those come by
  *   tensor copies, which do not wait for the kernel before.
  * - A hidden block has a run of items: tiles of tokens by 128 columns of grad_hidden_states, one below the other and
- * then the next columns. Two warpgroups take turns: G times the gate, whose columns come by tensor copies while the
+ * then the next columns. Two warpgroups share them: G times the gate, whose columns come by tensor copies while the
  * ones before are in use. A warp stores results by tensor copies; on an H200 stores of registers took three times as
  * long as the products.
  * - Others bring G to either, once the kernel before is done: a thread copies tiles, which that has left as they are to
@@ -14,8 +14,10 @@
  *
  * For H = 2048, E = 128 there are 64 weight blocks, for 5120, 160, 80; the other multiprocessors have a hidden block
  * each. What decides a small batch is how soon the first tile of G and the gate are there, a large one what passes
- * through the second-level cache: a weight block reads all of G, or its experts' part. The kernel before lets this one
- * start first thing, and it fits beside that: on Hopper with 96 registers and at most 222 KB. */
+ * through the second-level cache: a weight block reads all of G, or its experts' part. So the kernel before lets this
+ * one start first thing, and it fits beside that; copies of the gate and of a few hidden states begin before anything
+ * else does. More of those fill the memory's queues, where the kernel before then stands: for entries they wait (13.5
+ * us on an H200 instead of 13.9 for 1280 tokens of H = 5120, E = 160). */
 #include "fused.cuh"
 #include "fused_tcgen05.cuh"
 #include "fused_wgmma.cuh"
@@ -28,6 +30,16 @@ namespace moer_fused {
 #if defined(MOER_FUSED_WGMMA) || defined(MOER_FUSED_TCGEN05)
 
 /* ---- Either block ---- */
+
+template <typename shape>
+__device__ __forceinline__ void share_registers(int role) {
+    if constexpr (shape::UNEVEN) {
+        if (role < WARPGROUPS)
+            take_registers<shape::MORE>();
+        else
+            leave_registers<shape::FEWER>();
+    }
+}
 
 /* So many tiles of G a step, or so many bytes of each, by a single thread. */
 template <typename shape, int TOGETHER>
@@ -70,14 +82,24 @@ __device__ __forceinline__ void copy_entries(const place &at, const problem &pro
     copy_bulk(at.memory(), problem.logits + static_cast<int64_t>(tile) * bytes, bytes, at.full());
 }
 
+/* Zeros in a row of a tile of G; neighbours begin with different banks. */
+template <typename shape>
+__device__ __forceinline__ void clear_row(uint32_t tile, int row) {
+#pragma unroll
+    for (int i = 0; i < shape::EXPERTS * 2 / CHUNK_BYTES; i++)
+        store_words(tile + i / 4 * shape::TOKENS * A_PANEL + row * A_PANEL + (i + row / 2) % 4 * CHUNK_BYTES,
+                    make_uint4(0, 0, 0, 0));
+}
+
 /* G from its entries, by teams of a thread a token, which take turns. They clear what they wrote into the slot before,
- * and write what there is now. Each thread keeps its first eight of those: what it loaded from global memory, the fence
- * would wait for. */
+ * of which a thread keeps eight entries, or all of their row if there are more, and write what there is now. The first
+ * time around, before there is any, is for the instructions: those of memory's, a thread waits for as for data. */
 template <typename shape>
 __device__ __forceinline__ void make_logits(const job &job, const ring &entries, const problem &problem, int thread) {
     constexpr int TEAMS = shape::TEAMS, SLOTS = shape::ENTRY_SLOTS / TEAMS, HELD = 2;
     const int team = uniform(thread / shape::TOKENS), chunks = problem.entries / 4;
-    const uint32_t own = thread % shape::TOKENS * chunks * CHUNK_BYTES;
+    const int row = thread % shape::TOKENS;
+    const uint32_t own = row * chunks * CHUNK_BYTES;
     for (int i = thread * CHUNK_BYTES; i < shape::ENTRY_SLOTS * shape::LOGITS_BYTES; i += shape::LOADERS * CHUNK_BYTES)
         store_shared(job.logits.slots + i, {0, 0, 0, 0});
     synchronize(2, shape::LOADERS);
@@ -94,36 +116,37 @@ __device__ __forceinline__ void make_logits(const job &job, const ring &entries,
         to.advance();
     }
 #pragma unroll 1
-    for (int i = team; i < job.steps; i += TEAMS * SLOTS)
+    for (int i = team - TEAMS * SLOTS; i < job.steps; i += TEAMS * SLOTS)
 #pragma unroll
         for (int s = 0; s < SLOTS; s++) {
             const int step = i + s * TEAMS;
             if (step >= job.steps)
                 break;
-            from.wait_full();
+            const bool real = step >= 0;
+            if (real)
+                from.wait_full();
             const uint32_t list = from.memory() + own;
-            to.wait_empty();
+            if (real)
+                to.wait_empty();
             const uint32_t tile = to.memory();
+            if (chunks > HELD)
+                clear_row<shape>(tile, row);
+            else
 #pragma unroll
-            for (int j = 0; j < HELD; j++)
-                put_entries(tile, held[s][j], true);
-#pragma unroll 1
-            for (int j = HELD; j < chunks && i >= TEAMS * SLOTS; j++)
-                put_entries(tile,
-                            __ldcg(reinterpret_cast<const uint4 *>(
-                                problem.logits + job.tile(step - TEAMS * SLOTS) * int64_t{entries.bytes} + own +
-                                j * CHUNK_BYTES)),
-                            true);
+                for (int j = 0; j < HELD; j++)
+                    put_entries(tile, held[s][j], true);
 #pragma unroll
             for (int j = 0; j < HELD; j++) {
-                held[s][j] = j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
+                held[s][j] = real && j < chunks ? load_words(list + j * CHUNK_BYTES) : none;
                 put_entries(tile, held[s][j], false);
             }
 #pragma unroll 1
-            for (int j = HELD; j < chunks; j++)
+            for (int j = HELD; j < chunks && real; j++)
                 put_entries(tile, load_words(list + j * CHUNK_BYTES), false);
             fence_asynchronous();
             __syncwarp();
+            if (!real)
+                continue;
             if (thread % WARP == 0) {
                 barrier_arrive(to.full());
                 barrier_arrive(from.empty());
@@ -164,11 +187,27 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
         job.logits = hidden;
         job.logits.slots += STEP * HIDDEN_BYTES;
     }
-    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - WARPGROUPS * WARPGROUP;
     const bool leads = thread == shape::LOADERS;
-    if (leads)
-        prefetch_map(maps.hidden_states);
-    hidden.init(shape::SPARSE ? 1 : 2, part.releases);
+    constexpr int PRODUCERS = shape::SPARSE ? 1 : 2;
+    place at(hidden);
+    int step = 0;
+    const auto copy_hidden = [&] {
+        barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
+#pragma unroll
+        for (int j = 0; j < shape::WEIGHT_COLUMNS / PANEL_COLUMNS; j++)
+            copy_box(at.memory() + j * STEP * TOKENS * B_PANEL, maps.hidden_states, part.column + j * PANEL_COLUMNS,
+                     step * STEP * TOKENS, at.full());
+        at.advance();
+    };
+    if (leads) {
+        for (int i = 0; i < EARLY_STEPS; i++)
+            hidden.init_slot(i, PRODUCERS, part.releases);
+        barrier_init_done();
+        for (; step < EARLY_STEPS && step < job.steps; step++)
+            copy_hidden();
+    }
+    hidden.init(PRODUCERS, part.releases, EARLY_STEPS);
     if (shape::SPARSE) {
         job.logits.init(TOKENS / WARP, part.releases);
         entries.init(1, TOKENS / WARP);
@@ -177,18 +216,16 @@ __device__ __forceinline__ void weight_block(const shares &shares, const problem
     barrier_init_done();
     __syncthreads();
     open(&memory);
-    if (role < shape::WARPGROUPS) {
+    share_registers<shape>(role);
+    if (role < WARPGROUPS) {
         add_up<T, shape>(problem, job, hidden, part, memory, role);
     } else if (leads) {
-        place at(hidden);
+        if (shape::SPARSE)
+            wait_for_last_kernel();
 #pragma unroll 1
-        for (int i = 0; i < job.steps; i++, at.advance()) {
+        for (; step < job.steps; step++) {
             at.wait_empty();
-            barrier_arrive_expecting(at.full(), STEP * HIDDEN_BYTES);
-#pragma unroll
-            for (int j = 0; j < shape::WEIGHT_COLUMNS / PANEL_COLUMNS; j++)
-                copy_box(at.memory() + j * STEP * TOKENS * B_PANEL, maps.hidden_states, part.column + j * PANEL_COLUMNS,
-                         i * STEP * TOKENS, at.full());
+            copy_hidden();
         }
     } else if (shape::SPARSE && thread == shape::LOADERS + WARP) {
         place at(entries);
@@ -234,54 +271,53 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
     if (shape::SPARSE)
         entries = entries_ring<shape>(problem, shared + shape::ROOM - shape::ENTRIES_ROOM,
                                       job.logits.barriers + job.logits.count * 16);
-    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - shape::WARPGROUPS * WARPGROUP;
+    const int role = uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x - WARPGROUPS * WARPGROUP;
     const bool leads = thread == shape::LOADERS;
     const int last_slice = steps > 0 ? first_slice + (job.first + steps - 1) / tiles : first_slice - 1;
-    if (leads) {
-        prefetch_map(maps.weight);
+    place at(gate);
+    int slice = first_slice;
+    const auto copy_gate = [&] {
+        barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
+                     slice * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
+        at.advance();
+    };
+    if (leads) { /* at once: nothing can be done before the first is there */
+        for (int i = 0; i < shape::GATES; i++)
+            gate.init_slot(i, 1, WARPGROUPS * (WARPGROUP / WARP));
+        barrier_init_done();
+        for (; slice <= last_slice && slice < first_slice + shape::GATES; slice++)
+            copy_gate();
         prefetch_map(maps.grad_hidden);
     }
-    gate.init(1, TURNS * (WARPGROUP / WARP));
-    results.init(WARPGROUP / WARP, 1);
-    job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, WARPGROUP / WARP);
+    results.init(shape::WARPS, 1);
+    job.logits.init(shape::SPARSE ? TOKENS / WARP : 1, shape::WARPS);
     if (shape::SPARSE)
         entries.init(1, TOKENS / WARP);
     tensor_memory memory = allocate<shape>(shared);
     barrier_init_done();
     __syncthreads();
     open(&memory);
-    if (role < shape::WARPGROUPS) {
-        if (role < TURNS && role < steps)
+    share_registers<shape>(role);
+    if (role < WARPGROUPS) {
+        if (steps > 0)
             multiply_gate<T, shape>(job, gate, results, memory, role);
     } else if (leads) {
-        place at(gate), list(entries);
-        int tile = job.first, slice = first_slice, next = first_slice;
-        const auto copy_gate = [&] {
-            at.wait_empty();
-            barrier_arrive_expecting(at.full(), shape::GATE_BYTES);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                copy_box(at.memory() + i * shape::EXPERTS * B_PANEL, maps.weight,
-                         next * HIDDEN_COLUMNS + i * PANEL_COLUMNS, 0, at.full());
-            at.advance();
-            next++;
-        };
-        while (next <= last_slice && next <= first_slice + 1)
-            copy_gate();
-        if (shape::SPARSE)
-            wait_for_last_kernel();
 #pragma unroll 1
-        for (int i = 0; i < steps; i++) {
-            if (shape::SPARSE) {
-                copy_entries(list, problem, tile);
-                list.advance();
-            }
-            if (next <= last_slice && next <= slice + 1)
-                copy_gate();
-            if (++tile == tiles) {
-                tile = 0;
-                slice++;
-            }
+        for (; slice <= last_slice; slice++) {
+            at.wait_empty();
+            copy_gate();
+        }
+    } else if (shape::SPARSE && thread == shape::LOADERS + 2 * WARP) {
+        place at(entries);
+        int tile = job.first;
+        wait_for_last_kernel();
+#pragma unroll 1
+        for (int i = 0; i < steps; i++, at.advance()) {
+            copy_entries(at, problem, tile);
+            tile = tile + 1 == tiles ? 0 : tile + 1;
         }
     } else if (thread >= 0 && thread < shape::LOADERS) {
         if constexpr (shape::SPARSE)
@@ -301,8 +337,8 @@ __device__ __forceinline__ void hidden_block(const shares &shares, const problem
                 for (int j = 0; j < BOXES; j++)
                     store_box(maps.grad_hidden, slice * HIDDEN_COLUMNS + (part + j) * PANEL_COLUMNS, tile * TOKENS,
                               at.memory() + j * TOKENS * B_PANEL);
-                if (i * shape::RESULTS_AN_ITEM + part > 1) {
-                    store_bulk_wait<2 * BOXES>();
+                if (i * shape::RESULTS_AN_ITEM + part > 0) {
+                    store_bulk_wait<BOXES>(); /* this slot's: the one before is free */
                     barrier_arrive(last.empty());
                     last.advance();
                 }

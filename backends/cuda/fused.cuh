@@ -16,7 +16,8 @@ enum {
     A_EXPERTS = A_PANEL / 2,            /* of a panel of G */
     BLOCK = 64,                         /* experts */
     WARPGROUP = 128,
-    TURNS = 2,
+    WARPGROUPS = 2,  /* that multiply */
+    EARLY_STEPS = 2, /* of a weight block, whose hidden states are on their way first thing */
     MOST_BARRIERS = 64,
     OWN_BARRIERS = 8 /* the last of them, for the products */
 };
@@ -40,22 +41,27 @@ struct shape {
     static constexpr bool SPARSE = SPARSE_LOGITS, HOPPER = division::TOKENS == hopper::TOKENS;
     static constexpr int TOKENS = division::TOKENS, WEIGHT_COLUMNS = division::WEIGHT_COLUMNS;
     static constexpr int LOADERS = SPARSE ? 128 : WARP, TEAMS = 128 / TOKENS; /* of loaders, a thread a token */
-    static constexpr int WARPGROUPS = HOPPER && BLOCKS > TURNS ? BLOCKS : TURNS;
-    static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + 2 * WARP;
-    static constexpr int BOUND = SPARSE && HOPPER ? 640 : 512; /* registers: 96 or 128 */
+    /* Where warpgroups that multiply take registers from the others, there are whole ones of those. */
+    static constexpr bool UNEVEN = SPARSE && HOPPER;
+    static constexpr int COPIERS = UNEVEN ? WARPGROUP : SPARSE ? 3 * WARP : 2 * WARP;
+    static constexpr int THREADS = WARPGROUPS * WARPGROUP + LOADERS + COPIERS;
+    static constexpr int BOUND = UNEVEN ? 640 : 512, MORE = 136, FEWER = 56; /* registers: 96, or 128 */
+    /* Warps of an item and of a part of its results: of one warpgroup, or both have 64 columns. */
+    static constexpr int WARPS = (HOPPER ? WARPGROUPS : 1) * (WARPGROUP / WARP);
     static constexpr int HIDDEN_BYTES = TOKENS * WEIGHT_COLUMNS * 2,
                          RESULT_BYTES = TOKENS * division::RESULT_COLUMNS * 2;
     static constexpr int GATE_BYTES = EXPERTS * HIDDEN_COLUMNS * 2, LOGITS_BYTES = TOKENS * EXPERTS * 2;
     static constexpr int BLOCK_BYTES = TOKENS * BLOCK * 2; /* of a tile of G */
     static constexpr int ENTRY_SLOTS = division::ENTRY_SLOTS, STEP = SPARSE ? division::SPARSE_STEP : division::STEP;
     static constexpr int RESULTS_AN_ITEM = HIDDEN_COLUMNS / division::RESULT_COLUMNS;
-    static constexpr int ENTRIES_ROOM = (HOPPER ? 12 : 16) * 1024; /* two tiles of 16 entries a token, at least */
+    static constexpr int ENTRIES_ROOM = (HOPPER ? 24 : 16) * 1024; /* six tiles of 16 entries a token, or two */
     static constexpr int ROOM = SPARSE ? division::SPARSE_ROOM : 215 * 1024, BYTES = ROOM + MOST_BARRIERS * 8;
     /* A hidden block's: what gates and results leave. */
-    static constexpr int GATES = 2, RESULTS = 3, LEFT = ROOM - GATES * GATE_BYTES - RESULTS * RESULT_BYTES;
-    static constexpr int FIT = LEFT / LOGITS_BYTES / TURNS * TURNS;
+    static constexpr int GATES = HOPPER ? 1 : 2, RESULTS = UNEVEN ? 4 : 3,
+                         LEFT = ROOM - GATES * GATE_BYTES - RESULTS * RESULT_BYTES;
+    static constexpr int FIT = LEFT / LOGITS_BYTES / 2 * 2;
     static constexpr int ITEM_SLOTS = SPARSE ? ENTRY_SLOTS : FIT < 12 ? FIT : 12;
-    static_assert(ITEM_SLOTS % TURNS == 0 && ENTRY_SLOTS % TEAMS == 0,
+    static_assert(ITEM_SLOTS % 2 == 0 && ENTRY_SLOTS % TEAMS == 0,
                   "whoever takes every other tile must see every phase of its slots' barriers");
     static_assert(ITEM_SLOTS > 0 && ITEM_SLOTS * LOGITS_BYTES + (SPARSE ? ENTRIES_ROOM : 0) <= LEFT, "slots fit");
 };
@@ -104,13 +110,15 @@ struct ring {
     uint32_t slots, barriers;
     int bytes, count;
 
+    __device__ __forceinline__ void init_slot(int slot, int producers, int consumers) const {
+        barrier_init(barriers + slot * 16, producers);
+        barrier_init(barriers + slot * 16 + 8, consumers);
+    }
     /* A warp each takes its share: what many lanes do to barriers, they do one after the other. */
-    __device__ __forceinline__ void init(int producers, int consumers) const {
+    __device__ __forceinline__ void init(int producers, int consumers, int first = 0) const {
         if (threadIdx.x % WARP == 0)
-            for (int slot = threadIdx.x / WARP; slot < count; slot += blockDim.x / WARP) {
-                barrier_init(barriers + slot * 16, producers);
-                barrier_init(barriers + slot * 16 + 8, consumers);
-            }
+            for (int slot = first + threadIdx.x / WARP; slot < count; slot += blockDim.x / WARP)
+                init_slot(slot, producers, consumers);
     }
 };
 
@@ -157,10 +165,6 @@ struct place {
 struct job {
     int first, steps, tiles; /* step i's is tile (first + i) % tiles */
     ring logits;
-
-    __device__ __forceinline__ int tile(int step) const {
-        return static_cast<int>(static_cast<unsigned>(first + step) % static_cast<unsigned>(tiles));
-    }
 };
 
 #endif

@@ -234,7 +234,7 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
     uint32_t parity = 0;
     w.wait_full();
 #pragma unroll 1
-    for (int i = turn; i < job.steps; i += TURNS, tile += TURNS, parity ^= 1) {
+    for (int i = turn; i < job.steps; i += WARPGROUPS, tile += WARPGROUPS, parity ^= 1) {
         for (; tile >= job.tiles; tile -= job.tiles) {
             w.release();
             w.advance();
@@ -277,8 +277,8 @@ __device__ __forceinline__ void multiply_gate(const job &job, const ring &gate, 
                 barrier_arrive(to.full());
             to.advance();
         }
-        g.advance(TURNS);
-        to.advance((TURNS - 1) * shape::RESULTS_AN_ITEM);
+        g.advance(WARPGROUPS);
+        to.advance((WARPGROUPS - 1) * shape::RESULTS_AN_ITEM);
         __syncwarp();
         tensor_before_sync();
         synchronize(3 + turn, WARPGROUP); /* all have read the sums */

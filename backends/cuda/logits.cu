@@ -409,17 +409,11 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
 
 template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
 cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
-    auto kernel = logits_kernel<T, EXPERTS, SOFTMAX, PLAIN>;
-    /* The products want much shared memory and start beside this kernel only where it is set aside already; a large
-     * batch does better with the cache. */
+    /* A large batch does better with the cache. */
     const bool few = problem.tokens <= MOST_RESIDENT / 2 * attribute(cudaDevAttrMultiProcessorCount);
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                             few ? cudaSharedmemCarveoutMaxShared : cudaSharedmemCarveoutDefault);
-    if (error != cudaSuccess)
-        return error;
     const int64_t blocks = divide_up(rows_of_logits(problem.fused, problem.tokens), warps_of<EXPERTS>);
-    kernel<<<static_cast<unsigned>(blocks), warps_of<EXPERTS> * WARP, 0, stream>>>(problem);
-    return cudaGetLastError();
+    return launch_first(logits_kernel<T, EXPERTS, SOFTMAX, PLAIN>, blocks, warps_of<EXPERTS> * WARP, few, stream,
+                        problem);
 }
 
 template <typename T, int EXPERTS>

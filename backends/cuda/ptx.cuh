@@ -78,6 +78,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrices)[4]
                  : "memory");
 }
 
+/* movmatrix (9.7.14.5.17): an 8 x 8 matrix of 16-bit elements, of which a lane has two, becomes its transpose. */
+__device__ __forceinline__ uint32_t transposed(uint32_t matrix) {
+    uint32_t result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+    return result;
+}
+
 /* mma.sync.m16n8k16 (9.7.14.5.8): sums += a b, float32 sums. */
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                          __nv_bfloat16) {
@@ -133,6 +140,19 @@ __device__ __forceinline__ void fence_asynchronous() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+/* setmaxnreg (9.7.20.5): from here on a thread has so many registers; by all of a warpgroup. Whoever takes some waits
+ * until others have left them. */
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void leave_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+#endif
+
 /* prefetch.tensormap (9.7.9.16): a map will be needed soon. */
 __device__ __forceinline__ void prefetch_map(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -168,6 +188,12 @@ __device__ __forceinline__ void store_bulk_wait() {
 }
 
 /* stmatrix (9.7.14.5.16): four 8 x 8 matrices of 16-bit elements, a row's address from each lane. */
+__device__ __forceinline__ void store_matrices_transposed(uint32_t row, uint32_t a, uint32_t b, uint32_t c,
+                                                          uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                  "r"(d)

@@ -50,11 +50,14 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
 }
 
 /* wgmma.mma_async.m64nNk16 (9.7.15.5.2): sums = a b, or += where add is not 0; float32 sums. TERM_ROWS_A: a's rows in
- * memory are terms, otherwise they are the product's rows; b's rows always are terms. */
+ * memory are terms, otherwise they are the product's rows; b's rows always are terms. Where a is in registers, as
+ * mma.m16n8k16 has it in each warp, b's rows are the product's columns. */
 #define MOER_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MOER_R32                                                                                                       \
     MOER_R8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "     \
             "%28, %29, %30, %31"
+#define MOER_R48                                                                                                       \
+    MOER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define MOER_R64                                                                                                       \
     MOER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
              "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -62,6 +65,7 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
 #define MOER_D4(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
 #define MOER_FOUR(i) MOER_D4(i), MOER_D4(i + 1), MOER_D4(i + 2), MOER_D4(i + 3)
 #define MOER_D32 MOER_FOUR(0), MOER_FOUR(4)
+#define MOER_D48 MOER_D32, MOER_FOUR(8)
 #define MOER_D64 MOER_D32, MOER_FOUR(8), MOER_FOUR(12)
 #define MOER_D80 MOER_D64, MOER_FOUR(16)
 #define MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, ELEMENT, PTX)                                                  \
@@ -77,7 +81,19 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __nv_bfloat16, "bf16")                                             \
     MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, __half, "f16")
 MOER_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35")
+MOER_WGMMA_BOTH(96, 48, "%48", "%49", "%50", "%51")
 MOER_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67")
 MOER_WGMMA_BOTH(160, 80, "%80", "%81", "%82", "%83")
+
+#define MOER_WGMMA_REGISTERS(ELEMENT, PTX)                                                                             \
+    __device__ __forceinline__ void wgmma(float(&sums)[8][4], const uint32_t(&a)[4], uint64_t b, int add, ELEMENT) {   \
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;\n"                                                        \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." PTX "." PTX " {" MOER_R32                           \
+                     "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"                                                     \
+                     : MOER_D32                                                                                        \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                                  \
+    }
+MOER_WGMMA_REGISTERS(__nv_bfloat16, "bf16")
+MOER_WGMMA_REGISTERS(__half, "f16")
 
 #endif

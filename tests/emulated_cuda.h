@@ -194,6 +194,11 @@ inline unsigned meet(int which, unsigned threads) {
     return meet(now, which, threads);
 }
 
+/* All of a warp must come to the instructions that are aligned. */
+inline void aligned() {
+    meet(600 + static_cast<int>(self->number) / LANES, LANES);
+}
+
 /* The map that make_map() asks the driver for. */
 struct tensor_map {
     char *data;
@@ -646,7 +651,7 @@ inline void wgmma_commit() {
 template <int PENDING>
 void wgmma_wait() {
     emulated::finish(emulated::self->products, PENDING);
-    emulated::yield();
+    emulated::aligned();
 }
 
 namespace emulated {
@@ -704,11 +709,6 @@ void wgmma(float (&sums)[GROUPS][4], uint64_t a, uint64_t b, int add, __half) {
 namespace emulated {
 
 enum { LANES_OF_MEMORY = 128, COLUMNS_OF_MEMORY = 512 };
-
-/* All of a warp must come to the instructions that are aligned. */
-inline void aligned() {
-    meet(600 + static_cast<int>(self->number) / LANES, LANES);
-}
 
 inline float &memory_at(isa::cell cell) {
     if (now->tensor_memory.empty() || cell.lane < 0)

@@ -8,7 +8,8 @@
  *
  * B is the gate or the hidden states, rows of columns. A step has 64 terms: two panels of A and four of B, 64 x 64
  * elements each, which one thread has tensor copies bring into a ring of stages; what does not exist is zeros. Two
- * warpgroups have 64 rows each; one that stores its tile leaves the tensor cores to the other.
+ * warpgroups have 64 rows each, and one goes ahead of the other, so that when it stores its rows the other has the tensor
+ * cores.
  *
  * A step takes the tensor cores 1024 clocks, and 48 KB from the second-level cache, which all multiprocessors together
  * cannot have in that time: two blocks, a cluster, work on tiles below one another, or beside, and each copies half of
@@ -36,7 +37,8 @@ enum {
     THREADS = (MULTIPLIERS + 1) * WARPGROUP,
     RESULT_SLOTS = 2, /* panels of a warpgroup's results */
     ROOM = STAGES * STAGE_BYTES + MULTIPLIERS * RESULT_SLOTS * PANEL_BYTES,
-    BYTES = ROOM + STAGES * 16,
+    BYTES = ROOM + STAGES * 24, /* barriers: of the ring, and one for each stage that the first warpgroup has taken up */
+    LEAD = 2,                   /* steps of grad_hidden_states that the first warpgroup goes ahead */
     LONGEST_SPLIT = 8192
 };
 
@@ -162,6 +164,9 @@ __device__ __forceinline__ void load_right(const place &at, const work &work, co
 __device__ __forceinline__ void load_all(const work &work, const all_maps &maps, const ring &stages) {
     place at(stages), early(stages);
     bool waited = false;
+    prefetch_map(maps.hidden_states);
+    prefetch_map(maps.weight);
+    prefetch_map(maps.logits);
     const auto load = [&](auto weight, const tile &tile) {
         constexpr bool WEIGHT = decltype(weight)::value;
         int ahead = 0;
@@ -202,12 +207,23 @@ __device__ __forceinline__ void release(const place &at) {
         barrier_arrive(at.empty(), lane);
 }
 
+/* Tells that the first warpgroup has taken up a stage. A stage's phases are those of the ring: neither warpgroup can be
+ * a round ahead. */
+__device__ __forceinline__ uint32_t taken(const place &at) {
+    return at.around.barriers + STAGES * 16 + at.slot * 8;
+}
+
 /* A warpgroup's part of a tile. A step's products begin before those of the last are done, whose stage is then
  * released. */
 template <typename T, bool WEIGHT>
 __device__ __forceinline__ void multiply(tile_sums &sums, int steps, place &at, place &done, int role) {
     const matrix first_a = matrix_at(at.around.slots + role * PANEL_BYTES, 8 * B_PANEL, 0, SWIZZLE_128),
                  first_b = matrix_at(at.around.slots + 2 * PANEL_BYTES, 8 * B_PANEL, PANEL_BYTES, SWIZZLE_128);
+    if (!WEIGHT && role > 0) {
+        place ahead = at;
+        ahead.advance(LEAD < steps ? LEAD - 1 : steps - 1);
+        barrier_wait(taken(ahead), ahead.parity);
+    }
     hold(sums);
 #pragma unroll 1
     for (int i = 0; i < steps; i++) {
@@ -218,6 +234,8 @@ __device__ __forceinline__ void multiply(tile_sums &sums, int steps, place &at, 
         for (int k = 0; k < PANEL / 16; k++)
             wgmma<WEIGHT>(sums[0], a + k * (WEIGHT ? 16 * B_PANEL : 32), b + k * 16 * B_PANEL, k > 0 ? 1 : i, T());
         wgmma_commit();
+        if (threadIdx.x == 0)
+            barrier_arrive(taken(at));
         wgmma_wait<1>();
         if (i > 0) {
             release(done);
@@ -302,6 +320,8 @@ __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uin
     const ring stages{shared, shared + ROOM, STAGE_BYTES, STAGES};
     const int role = uniform(threadIdx.x / WARPGROUP);
     stages.init(1, CLUSTER * MULTIPLIERS * (WARPGROUP / WARP));
+    if (threadIdx.x < STAGES)
+        barrier_init(stages.barriers + STAGES * 16 + threadIdx.x * 8, 1);
     barrier_init_done();
     if (CLUSTER > 1)
         cluster_synchronize();

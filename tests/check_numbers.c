@@ -44,10 +44,10 @@ START_TEST(edge_shapes) {
 }
 END_TEST
 
-/* More than one tile of experts, or of columns with a tail, or splits of the weight gradient. Every layout that a kernel
- * may make something of: rows padded by whole chunks, both outputs of either type, accumulation. */
+/* More than one tile of experts, or of columns with a tail, or splits of the weight gradient. Every layout that a
+ * kernel may make something of: rows padded by whole chunks, both outputs of either type, accumulation. */
 START_TEST(tiles_of_experts) {
-    static const struct dims shapes[] = {{1, 8, 65, 8},      {200, 264, 144, 8},   {129, 520, 384, 8},
+    static const struct dims shapes[] = {{1, 8, 65, 8},      {200, 264, 144, 8}, {129, 520, 384, 8},
                                          {1087, 24, 136, 8}, {70, 72, 1024, 64}, {8500, 8, 72, 4}};
     for (int n = 0; n < 2 * MOER_OPERATIONS; n++) {
         struct plan plan = {.operation = (enum moer_operation)(n % MOER_OPERATIONS),

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # emulate.sh FOLDER [SEEDS [BUILD]]: compiles the CUDA backend for this machine's processor, where there is an nvcc, whose
-# headers it needs, over an emulator, for Hopper and for Blackwell: the kernels that make both products alone, so many seeds of
-# chance for each case; and, where the project has been built in the folder BUILD, the module, for suites and the self-check.
+# headers it needs, over an emulator, for Hopper and for Blackwell: the kernels that make both products alone, so many
+# seeds of chance for each case; and, where the project has been built in the folder BUILD, the module, for suites and
+# the self-check.
 set -eu
 mkdir -p "$1/cuda"
 folder=$(cd "$1" && pwd)

@@ -34,8 +34,7 @@ std::vector<uint32_t> make_logits(const shapes &shapes, problem *problem, std::v
                                  sparse ? NO_ENTRY : 0);
     for (int n = 0; n < shapes.tokens; n++)
         for (int k = 0; k < (sparse ? shapes.top_k : shapes.experts); k++) {
-            const int expert =
-                sparse ? static_cast<int>((*numbers)() % static_cast<unsigned>(shapes.experts)) : k;
+            const int expert = sparse ? static_cast<int>((*numbers)() % static_cast<unsigned>(shapes.experts)) : k;
             float &element = (*g)[static_cast<size_t>(n * shapes.experts + expert)];
             if ((*numbers)() % 7 == 0 || element != 0)
                 continue;
@@ -141,21 +140,18 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
 int main(int count, char **arguments) {
     const unsigned seeds = count > 1 ? static_cast<unsigned>(atoi(arguments[1])) : 2;
     const shapes cases[] = {
-        {TILES, 1, 64, 16, 2, false, true, 4, 0},      {TILES, 65, 72, 60, 2, true, true, 6, 0},
-        {TILES, 300, 200, 128, 8, false, true, 9, 0},  {TILES, 513, 136, 100, 8, false, false, 40, 0},
-        {TILES, 200, 200, 128, 8, true, false, 4, 0},  {TILES, 130, 1032, 128, 4, false, true, 20, 0},
-        {TILES, 130, 1032, 64, 4, false, true, 4, 0},  {TILES, 6300, 64, 32, 4, false, true, 5, 0},
+        {TILES, 1, 64, 16, 2, false, true, 4, 0},         {TILES, 65, 72, 60, 2, true, true, 6, 0},
+        {TILES, 300, 200, 128, 8, false, true, 9, 0},     {TILES, 513, 136, 100, 8, false, false, 40, 0},
+        {TILES, 200, 200, 128, 8, true, false, 4, 0},     {TILES, 130, 1032, 128, 4, false, true, 20, 0},
+        {TILES, 130, 1032, 64, 4, false, true, 4, 0},     {TILES, 6300, 64, 32, 4, false, true, 5, 0},
         {ENTRIES, 1, 64, 160, 8, false, true, 4, 0},      {ENTRIES, 65, 72, 20, 3, true, true, 6, 0},
         {ENTRIES, 700, 200, 160, 8, false, true, 9, 0},   {ENTRIES, 513, 264, 128, 16, false, false, 30, 0},
         {ENTRIES, 1100, 136, 150, 12, false, true, 5, 0}, {ENTRIES, 2300, 64, 160, 1, false, true, 7, 0},
         {ENTRIES, 65, 520, 140, 4, false, true, 4, 0},
 #ifdef MOER_FUSED_WGMMA
-        {ROWS, 1, 8, 65, 2, false, true, 4, 0},
-        {ROWS, 200, 264, 144, 8, false, true, 12, 0},
-        {ROWS, 200, 264, 144, 8, true, true, 12, 0},
-        {ROWS, 200, 264, 144, 8, false, false, 2, 0},
-        {ROWS, 330, 520, 130, 8, false, true, 12, 128},
-        {ROWS, 130, 1032, 72, 8, false, true, 6, 64},
+        {ROWS, 1, 8, 65, 2, false, true, 4, 0},           {ROWS, 200, 264, 144, 8, false, true, 12, 0},
+        {ROWS, 200, 264, 144, 8, true, true, 12, 0},      {ROWS, 200, 264, 144, 8, false, false, 2, 0},
+        {ROWS, 330, 520, 130, 8, false, true, 12, 128},   {ROWS, 130, 1032, 72, 8, false, true, 6, 64},
         {ROWS, 520, 72, 300, 8, true, false, 4, 192},
 #endif
     };
@@ -169,8 +165,8 @@ int main(int count, char **arguments) {
                                             : trial<__nv_bfloat16, float>(shapes, BF16, F32, seed);
             if (!good) {
                 static const char *const names[] = {"tiles", "entries", "rows"};
-                printf("%s, N = %d, H = %d, E = %d, K = %d, seed %u: FAILED\n", names[shapes.logits],
-                       shapes.tokens, shapes.hidden, shapes.experts, shapes.top_k, seed);
+                printf("%s, N = %d, H = %d, E = %d, K = %d, seed %u: FAILED\n", names[shapes.logits], shapes.tokens,
+                       shapes.hidden, shapes.experts, shapes.top_k, seed);
                 failed++;
             }
         }

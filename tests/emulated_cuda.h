@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A kernel's blocks on the CPU, one cluster after the other: the instructions of ptx.cuh, wgmma.cuh and tcgen05.cuh, as the PTX
- * ISA describes them, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was begun is
- * done, chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what has not
- * come, writes what is still to be read, or waits for what may never be, is likely to do so here.
+/* A kernel's blocks on the CPU, one cluster after the other: the instructions of ptx.cuh, wgmma.cuh and tcgen05.cuh, as
+ * the PTX ISA describes them, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was
+ * begun is done, chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what
+ * has not come, writes what is still to be read, or waits for what may never be, is likely to do so here.
  *
  * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another cluster does. */
 #ifndef MOER_EMULATED_CUDA_H
@@ -587,8 +587,7 @@ inline void barrier_arrive(uint32_t address, int block) {
     emulated::yield();
 }
 inline void cluster_synchronize() {
-    emulated::meet(&emulated::cluster[0], 700,
-                   emulated::block_size * static_cast<unsigned>(emulated::cluster.size()));
+    emulated::meet(&emulated::cluster[0], 700, emulated::block_size * static_cast<unsigned>(emulated::cluster.size()));
 }
 template <int REGISTERS>
 void give_registers() {}

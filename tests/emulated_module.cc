@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA module on a machine without a GPU: backend.cu, the first kernels, those that make both products and the
- * reduction as they are, over an emulator (emulated_cuda.h), and a runtime whose device memory is the host's. It has one
- * device, of the compute capability that this is compiled for. The generic path's products are plain loops, so that the
- * self-check compares the fused kernel with those.
+ * reduction as they are, over an emulator (emulated_cuda.h), and a runtime whose device memory is the host's. It has
+ * one device, of the compute capability that this is compiled for. The generic path's products are plain loops, so that
+ * the self-check compares the fused kernel with those.
  *
  * PLANTED names a mistake, as in module_planted_cuda.cu: copies without the swizzle, a lost tail, a hang. */
 #include "emulated_cuda.h"

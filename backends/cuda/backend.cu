@@ -196,8 +196,8 @@ bool has_fused_shape(const problem &problem) {
            (!hopper || divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES);
 }
 
-/* Whether wide.cu's kernel is made for such a shape: where the fused one is not, and tiles of 128 experts are not mostly
- * empty. */
+/* Whether wide.cu's kernel is made for such a shape: where the fused one is not, and tiles of 128 experts are not
+ * mostly empty. */
 bool has_wide_shape(const problem &problem) {
     enum { FEWEST_EXPERTS = 65, MOST = 1 << 30 };
     return problem.kernels == HOPPER && problem.type != F32 && !has_fused_shape(problem) && problem.tokens > 0 &&

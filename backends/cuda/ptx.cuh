@@ -131,7 +131,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 /* barrier.cluster (9.7.13.4): all threads of all blocks of a cluster, who see each other's barrier_init_done(). */
 __device__ __forceinline__ void cluster_synchronize() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 /* At the same barrier of a block of the cluster. What was written to memory before, it need not see. */

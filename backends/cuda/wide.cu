@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Both products of an operation by one kernel, for sm_90a and for shapes that fused.cu is not made for: many experts, wide
- * models, long batches.
+/* Both products of an operation by one kernel, for sm_90a and for shapes that fused.cu is not made for: many experts,
+ * wide models, long batches.
  *
  *     grad_hidden_states   tiles of 128 tokens x 256 columns, terms over the experts:  A = G, rows of terms
  *     weight gradient      tiles of 128 experts x 256 columns, terms over a split of the tokens:  A = G^T, whose terms
@@ -8,8 +8,8 @@
  *
  * B is the gate or the hidden states, rows of columns. A step has 64 terms: two panels of A and four of B, 64 x 64
  * elements each, which one thread has tensor copies bring into a ring of stages; what does not exist is zeros. Two
- * warpgroups have 64 rows each, and one goes ahead of the other, so that when it stores its rows the other has the tensor
- * cores.
+ * warpgroups have 64 rows each, and one goes ahead of the other, so that when it stores its rows the other has the
+ * tensor cores.
  *
  * A step takes the tensor cores 1024 clocks, and 48 KB from the second-level cache, which all multiprocessors together
  * cannot have in that time: two blocks, a cluster, work on tiles below one another, or beside, and each copies half of
@@ -22,7 +22,6 @@
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_wide {
 
-using moer_fused::maps;
 using moer_fused::WARPGROUP;
 
 enum {
@@ -37,8 +36,9 @@ enum {
     THREADS = (MULTIPLIERS + 1) * WARPGROUP,
     RESULT_SLOTS = 2, /* panels of a warpgroup's results */
     ROOM = STAGES * STAGE_BYTES + MULTIPLIERS * RESULT_SLOTS * PANEL_BYTES,
-    BYTES = ROOM + STAGES * 24, /* barriers: of the ring, and one for each stage that the first warpgroup has taken up */
-    LEAD = 2,                   /* steps of grad_hidden_states that the first warpgroup goes ahead */
+    BYTES =
+        ROOM + STAGES * 24, /* barriers: of the ring, and one for each stage that the first warpgroup has taken up */
+    LEAD = 2,               /* steps of grad_hidden_states that the first warpgroup goes ahead */
     LONGEST_SPLIT = 8192
 };
 
@@ -78,7 +78,8 @@ __device__ __forceinline__ int rank() {
 }
 
 __device__ __forceinline__ tile weight_tile(const work &work, int unit) {
-    const int expert = unit % work.down, column = unit / work.down % work.across, split = unit / work.down / work.across;
+    const int expert = unit % work.down, column = unit / work.down % work.across,
+              split = unit / work.down / work.across;
     tile result;
     result.row = (work.beside ? expert : expert * CLUSTER + rank()) * ROWS;
     result.column = (work.beside ? column * CLUSTER + rank() : column) * COLUMNS;
@@ -89,10 +90,10 @@ __device__ __forceinline__ tile weight_tile(const work &work, int unit) {
     return result;
 }
 
-__device__ __forceinline__ tile hidden_tile(const work &work, int unit) {
+__device__ __forceinline__ tile hidden_tile(const work &work, int tokens, int column) {
     tile result;
-    result.row = (unit % work.tokens_down * CLUSTER + rank()) * ROWS;
-    result.column = unit / work.tokens_down * COLUMNS;
+    result.row = (tokens * CLUSTER + rank()) * ROWS;
+    result.column = column * COLUMNS;
     result.first = 0;
     result.steps = (work.experts + PANEL - 1) / PANEL;
     result.split = 0;
@@ -110,9 +111,15 @@ __device__ __forceinline__ void each_tile(const work &work, Weight weight, Hidde
     int end = unit + (after < 0 ? work.few : work.many);
     if (end > work.hidden_units)
         end = work.hidden_units;
+    int tokens = unit % work.tokens_down, column = unit / work.tokens_down;
 #pragma unroll 1
-    for (; unit < end; unit++)
-        hidden(hidden_tile(work, unit));
+    for (; unit < end; unit++) {
+        hidden(hidden_tile(work, tokens, column));
+        if (++tokens == work.tokens_down) {
+            tokens = 0;
+            column++;
+        }
+    }
 }
 
 /* ---- Copies ---- */
@@ -278,8 +285,8 @@ __device__ __forceinline__ void store_results(const tile_sums &sums, const CUten
 __device__ __forceinline__ void store_partials(const tile_sums &sums, const work &work, const tile &tile, int role) {
     const int lane = threadIdx.x % WARP, row = tile.row + role * PANEL + async_layout::first_row() + lane / 4;
     const int columns = work.hidden - tile.column;
-    float *to = work.partials + (tile.split * work.partial_rows + row) * work.partial_stride + tile.column +
-                lane % 4 * 2;
+    float *to =
+        work.partials + (tile.split * work.partial_rows + row) * work.partial_stride + tile.column + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -333,8 +340,7 @@ __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uin
             load_all(work, maps, stages);
     } else {
         take_registers<MULTIPLIERS_REGISTERS>();
-        multiply_all<T>(work, maps, stages,
-                        shared + STAGES * STAGE_BYTES + role * RESULT_SLOTS * PANEL_BYTES, role);
+        multiply_all<T>(work, maps, stages, shared + STAGES * STAGE_BYTES + role * RESULT_SLOTS * PANEL_BYTES, role);
     }
 }
 #endif

@@ -226,7 +226,7 @@ template <typename T, bool WEIGHT>
 __device__ __forceinline__ void multiply(tile_sums &sums, int steps, place &at, place &done, int role) {
     const matrix first_a = matrix_at(at.around.slots + role * PANEL_BYTES, 8 * B_PANEL, 0, SWIZZLE_128),
                  first_b = matrix_at(at.around.slots + 2 * PANEL_BYTES, 8 * B_PANEL, PANEL_BYTES, SWIZZLE_128);
-    if (!WEIGHT && role > 0) {
+    if (!WEIGHT && role > 0 && LEAD > 0) {
         place ahead = at;
         ahead.advance(LEAD < steps ? LEAD - 1 : steps - 1);
         barrier_wait(taken(ahead), ahead.parity);

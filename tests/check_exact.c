@@ -99,9 +99,9 @@ static void check_products(struct trial *trial, const int64_t *D, int64_t diviso
 
 /* Powers of two of experts: 1/E is exact. */
 static const struct dims shapes[] = {
-    {1, 8, 1, 1},     {2, 1, 8, 2},      {15, 33, 2, 1},   {16, 16, 16, 8},   {17, 7, 64, 8},   {31, 40, 128, 8},
-    {33, 131, 8, 2},  {127, 16, 32, 4},  {128, 8, 256, 8}, {129, 40, 4, 4},   {257, 24, 64, 8}, {511, 65, 8, 2},
-    {1023, 9, 16, 8}, {1025, 17, 32, 8}, {2049, 8, 8, 2},  {3, 2056, 128, 8},
+    {1, 8, 1, 1},     {2, 1, 8, 2},      {15, 33, 2, 1},   {16, 16, 16, 8},   {17, 7, 64, 8},     {31, 40, 128, 8},
+    {33, 131, 8, 2},  {127, 16, 32, 4},  {128, 8, 256, 8}, {129, 40, 4, 4},   {257, 24, 64, 8},   {511, 65, 8, 2},
+    {1023, 9, 16, 8}, {1025, 17, 32, 8}, {2049, 8, 8, 2},  {3, 2056, 128, 8}, {200, 264, 256, 8}, {70, 8, 1024, 8},
 };
 
 /* Integers small enough for float16 to hold D / E as a normal number. */
@@ -134,7 +134,7 @@ END_TEST
 
 /* With the identity for a gate, grad_hidden_states is G. */
 START_TEST(identity_gate) {
-    static const int64_t experts[] = {1, 3, 8, 60, 96, 128, 257};
+    static const int64_t experts[] = {1, 3, 8, 60, 96, 128, 257, 264};
     for (int n = 0; n < LENGTH(experts); n++) {
         int64_t E = experts[n];
         struct plan plan = {.operation = (enum moer_operation)(_i % MOER_OPERATIONS),

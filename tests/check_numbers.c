@@ -44,6 +44,24 @@ START_TEST(edge_shapes) {
 }
 END_TEST
 
+/* More than one tile of experts, or of columns with a tail, or splits of the weight gradient. Every layout that a
+ * kernel may make something of: rows padded by whole chunks, both outputs of either type, accumulation. */
+START_TEST(tiles_of_experts) {
+    static const struct dims shapes[] = {{1, 8, 65, 8},      {200, 264, 144, 8}, {129, 520, 384, 8},
+                                         {1087, 24, 136, 8}, {70, 72, 1024, 64}, {8500, 8, 72, 4}};
+    for (int n = 0; n < 2 * MOER_OPERATIONS; n++) {
+        struct plan plan = {.operation = (enum moer_operation)(n % MOER_OPERATIONS),
+                            .dims = shapes[_i],
+                            .type = (enum type)(n / MOER_OPERATIONS),
+                            .wide = (n + _i) % 3 == 1 ? TO_WEIGHT : 0,
+                            .padding = (n + _i) % 2 * 8,
+                            .accumulate = (n + _i) % 3 == 2,
+                            .seed = 9};
+        plan_check(&plan);
+    }
+}
+END_TEST
+
 /* Every combination of row padding, alignment and id size. */
 START_TEST(layouts) {
     for (int n = 0; n < 8; n++) {
@@ -310,6 +328,7 @@ END_TEST
 int main(void) {
     const struct test tests[] = {
         {edge_shapes, LENGTH(edges)},
+        {tiles_of_experts, 6},
         {layouts, MOER_OPERATIONS * TYPES},
         {mask_strides, TYPES},
         {strides_of_single_rows, MOER_OPERATIONS},

@@ -1,8 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # emulate.sh FOLDER [SEEDS [BUILD]]: compiles the CUDA backend for this machine's processor, where there is an nvcc, whose
-# headers it needs, over an emulator, for Hopper and for Blackwell: the fused kernel alone, so many seeds of chance for each
-# case; and, where the project has been built in the folder BUILD, the module, for suites and the self-check.
+# headers it needs, over an emulator, for Hopper and for Blackwell: the kernels that make both products alone, so many
+# seeds of chance for each case; and, where the project has been built in the folder BUILD, the module, for suites and
+# the self-check.
 set -eu
 mkdir -p "$1/cuda"
 folder=$(cd "$1" && pwd)
@@ -34,7 +35,7 @@ found_wrong() {
 for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
     path=${target%:*}
     compile "${target#*:}" "$folder/emulate" tests/emulate_fused.cc
-    check "$path: the fused kernel" "$folder/emulate" ${2+"$2"}
+    check "$path: kernels of both products" "$folder/emulate" ${2+"$2"}
     tail -n 1 "$log"
     [ -n "$build" ] || continue
     mkdir -p "$folder/$path"

@@ -1,34 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The fused kernel, as it is, in an emulator (emulated_cuda.h), on small integers, whose sums are exact: every element
- * of both gradients must be right, whatever the order of events. */
+/* The kernels that make both products, as they are, in an emulator (emulated_cuda.h), on small integers, whose sums are
+ * exact: every element of both gradients must be right, whatever the order of events. */
 #include "emulated_cuda.h"
 
 #undef __shared__
 #define __shared__
 #include "fused.cu"
+#include "reduce.cu"
+#include "wide.cu"
+
+/* How G comes: to the fused kernel, as tiles or as entries; to the wide one, as rows. */
+enum logits { TILES, ENTRIES, ROWS };
 
 struct shapes {
-    bool sparse;
+    enum logits logits;
     int tokens, hidden, experts, top_k;
     bool accumulate, narrow; /* narrow: the weight gradient is of the operands' type, else float32 */
     int processors;
+    int split_tokens; /* ROWS: 0 lets the kernel's host choose */
 };
 
-/* G as the kernel before leaves it: tiles, or entries, of whole tiles of tokens; and as a matrix. */
+/* G as the kernel before leaves it, tiles and entries for whole tiles of tokens; and as a matrix. */
 template <typename T>
 std::vector<uint32_t> make_logits(const shapes &shapes, problem *problem, std::vector<float> *g,
                                   std::mt19937 *numbers) {
     const int tokens = (shapes.tokens + PADDED_TOKENS - 1) / PADDED_TOKENS * PADDED_TOKENS;
-    problem->logits_stride =
-        (shapes.experts + FUSED_LOGITS_MULTIPLE - 1) / FUSED_LOGITS_MULTIPLE * FUSED_LOGITS_MULTIPLE;
-    problem->entries = shapes.sparse ? (shapes.top_k + 3) / 4 * 4 : 0;
+    const bool sparse = shapes.logits == ENTRIES;
+    const int multiple = shapes.logits == ROWS ? LOGITS_MULTIPLE : FUSED_LOGITS_MULTIPLE;
+    problem->logits_stride = (shapes.experts + multiple - 1) / multiple * multiple;
+    problem->entries = sparse ? (shapes.top_k + 3) / 4 * 4 : 0;
     std::vector<uint32_t> logits(static_cast<size_t>(tokens) *
-                                     (shapes.sparse ? problem->entries : problem->logits_stride / 2),
-                                 shapes.sparse ? NO_ENTRY : 0);
+                                     static_cast<size_t>(sparse ? problem->entries : problem->logits_stride / 2),
+                                 sparse ? NO_ENTRY : 0);
     for (int n = 0; n < shapes.tokens; n++)
-        for (int k = 0; k < (shapes.sparse ? shapes.top_k : shapes.experts); k++) {
-            const int expert =
-                shapes.sparse ? static_cast<int>((*numbers)() % static_cast<unsigned>(shapes.experts)) : k;
+        for (int k = 0; k < (sparse ? shapes.top_k : shapes.experts); k++) {
+            const int expert = sparse ? static_cast<int>((*numbers)() % static_cast<unsigned>(shapes.experts)) : k;
             float &element = (*g)[static_cast<size_t>(n * shapes.experts + expert)];
             if ((*numbers)() % 7 == 0 || element != 0)
                 continue;
@@ -37,7 +43,9 @@ std::vector<uint32_t> make_logits(const shapes &shapes, problem *problem, std::v
             uint16_t bits;
             memcpy(&bits, &narrow, 2);
             const int at = swizzled<T, TILE_TOKENS, A_PANEL>(n % TILE_TOKENS, expert);
-            if (shapes.sparse)
+            if (shapes.logits == ROWS)
+                memcpy(reinterpret_cast<char *>(logits.data()) + (n * problem->logits_stride + expert) * 2, &bits, 2);
+            else if (sparse)
                 logits[static_cast<size_t>(n * problem->entries + k)] =
                     static_cast<uint32_t>(at) | static_cast<uint32_t>(bits) << 16;
             else
@@ -87,7 +95,7 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     problem.logits = reinterpret_cast<char *>(logits.data());
     problem.tokens = rows, problem.hidden = columns, problem.experts = experts, problem.top_k = shapes.top_k;
     problem.kernels = std::is_same<moer_fused::made_for, moer_fused::hopper>::value ? HOPPER : BLACKWELL;
-    problem.fused = true, problem.accumulate = shapes.accumulate, problem.type = type;
+    problem.fused = shapes.logits != ROWS, problem.accumulate = shapes.accumulate, problem.type = type;
     const auto place = [&](struct rows *matrix, void *data) {
         matrix->data = static_cast<char *>(data);
         matrix->stride = stride;
@@ -99,7 +107,15 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     problem.grad_hidden.type = type, problem.grad_weight.type = weight_type;
     emulated::processors = shapes.processors;
     emulated::chance.seed(seed);
-    if (launch_fused(problem, nullptr) != cudaSuccess) {
+    std::vector<float> partials;
+    if (shapes.logits == ROWS) {
+        problem.split_tokens = shapes.split_tokens ? shapes.split_tokens : choose_wide_split(problem);
+        problem.splits = divide_up(rows, problem.split_tokens);
+        problem.partial_rows = experts + 1, problem.partial_stride = columns + 4;
+        partials.assign(static_cast<size_t>(problem.splits * problem.partial_rows * problem.partial_stride), NAN);
+        problem.partials = partials.data();
+    }
+    if ((problem.fused ? launch_fused(problem, nullptr) : launch_wide(problem, nullptr)) != cudaSuccess) {
         printf("the launch failed\n");
         return false;
     }
@@ -124,14 +140,20 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
 int main(int count, char **arguments) {
     const unsigned seeds = count > 1 ? static_cast<unsigned>(atoi(arguments[1])) : 2;
     const shapes cases[] = {
-        {false, 1, 64, 16, 2, false, true, 4},      {false, 65, 72, 60, 2, true, true, 6},
-        {false, 300, 200, 128, 8, false, true, 9},  {false, 513, 136, 100, 8, false, false, 40},
-        {false, 200, 200, 128, 8, true, false, 4},  {false, 130, 1032, 128, 4, false, true, 20},
-        {false, 130, 1032, 64, 4, false, true, 4},  {false, 6300, 64, 32, 4, false, true, 5},
-        {true, 1, 64, 160, 8, false, true, 4},      {true, 65, 72, 20, 3, true, true, 6},
-        {true, 700, 200, 160, 8, false, true, 9},   {true, 513, 264, 128, 16, false, false, 30},
-        {true, 1100, 136, 150, 12, false, true, 5}, {true, 2300, 64, 160, 1, false, true, 7},
-        {true, 65, 520, 140, 4, false, true, 4},
+        {TILES, 1, 64, 16, 2, false, true, 4, 0},         {TILES, 65, 72, 60, 2, true, true, 6, 0},
+        {TILES, 300, 200, 128, 8, false, true, 9, 0},     {TILES, 513, 136, 100, 8, false, false, 40, 0},
+        {TILES, 200, 200, 128, 8, true, false, 4, 0},     {TILES, 130, 1032, 128, 4, false, true, 20, 0},
+        {TILES, 130, 1032, 64, 4, false, true, 4, 0},     {TILES, 6300, 64, 32, 4, false, true, 5, 0},
+        {ENTRIES, 1, 64, 160, 8, false, true, 4, 0},      {ENTRIES, 65, 72, 20, 3, true, true, 6, 0},
+        {ENTRIES, 700, 200, 160, 8, false, true, 9, 0},   {ENTRIES, 513, 264, 128, 16, false, false, 30, 0},
+        {ENTRIES, 1100, 136, 150, 12, false, true, 5, 0}, {ENTRIES, 2300, 64, 160, 1, false, true, 7, 0},
+        {ENTRIES, 65, 520, 140, 4, false, true, 4, 0},
+#ifdef MOER_FUSED_WGMMA
+        {ROWS, 1, 8, 65, 2, false, true, 4, 0},           {ROWS, 200, 264, 144, 8, false, true, 12, 0},
+        {ROWS, 200, 264, 144, 8, true, true, 12, 0},      {ROWS, 200, 264, 144, 8, false, false, 2, 0},
+        {ROWS, 330, 520, 130, 8, false, true, 12, 128},   {ROWS, 130, 1032, 72, 8, false, true, 6, 64},
+        {ROWS, 520, 72, 300, 8, true, false, 4, 192},
+#endif
     };
     int failed = 0;
     for (const shapes &shapes : cases)
@@ -142,8 +164,9 @@ int main(int count, char **arguments) {
                               : half ? trial<__half, float>(shapes, F16, F32, seed)
                                             : trial<__nv_bfloat16, float>(shapes, BF16, F32, seed);
             if (!good) {
-                printf("%s, N = %d, H = %d, E = %d, K = %d, seed %u: FAILED\n", shapes.sparse ? "entries" : "tiles",
-                       shapes.tokens, shapes.hidden, shapes.experts, shapes.top_k, seed);
+                static const char *const names[] = {"tiles", "entries", "rows"};
+                printf("%s, N = %d, H = %d, E = %d, K = %d, seed %u: FAILED\n", names[shapes.logits], shapes.tokens,
+                       shapes.hidden, shapes.experts, shapes.top_k, seed);
                 failed++;
             }
         }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A kernel's blocks on the CPU, one after the other: the instructions of ptx.cuh, wgmma.cuh and tcgen05.cuh, as the PTX
- * ISA describes them, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was begun is
- * done, chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what has not
- * come, writes what is still to be read, or waits for what may never be, is likely to do so here.
+/* A kernel's blocks on the CPU, one cluster after the other: the instructions of ptx.cuh, wgmma.cuh and tcgen05.cuh, as
+ * the PTX ISA describes them, in plain C++. A thread is a fiber. Which goes on, and when a copy or a product that was
+ * begun is done, chance decides, which holds some of them up until nothing else goes on. So a kernel that reads what
+ * has not come, writes what is still to be read, or waits for what may never be, is likely to do so here.
  *
- * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another block does. */
+ * Not seen: what a missing fence between threads' and asynchronous accesses does, and whatever another cluster does. */
 #ifndef MOER_EMULATED_CUDA_H
 #define MOER_EMULATED_CUDA_H
 
@@ -34,7 +34,6 @@
 namespace emulated {
 
 enum { LANES = 32, SHARED_BYTES = 227 * 1024, STACK_BYTES = 128 * 1024 };
-inline char *shared; /* so many bytes, by the kernel */
 /* Shared memory begins with 1 KB of the system's own. */
 enum { FIRST_ADDRESS = 1024 };
 
@@ -53,6 +52,8 @@ struct fiber {
 };
 
 struct block {
+    unsigned number, left; /* threads that are not done */
+    std::vector<char> shared;
     std::vector<fiber> fibers;
     std::map<uint32_t, barrier> barriers;
     std::vector<std::function<void()>> copies;
@@ -61,14 +62,15 @@ struct block {
     std::map<int, int> waiting;                                  /* at a barrier of bar.sync, by its number and round */
     std::map<int, int> rounds;
     std::map<int, std::vector<uint64_t>> shuffles;
-    long idle = 0;
 };
 
+inline std::vector<block> cluster;
 inline block *now;
+inline long idle;
 inline fiber *self;
 inline jmp_buf scheduler;
 inline std::mt19937 chance;
-inline unsigned block_number, grid_size, block_size;
+inline unsigned grid_size, block_size;
 
 inline void yield() {
     if (_setjmp(self->place) == 0)
@@ -86,27 +88,41 @@ inline void go_on(fiber &fiber) {
 }
 
 [[noreturn]] inline void fail(const char *what) {
-    fprintf(stderr, "block %u, thread %u: %s\n", block_number, self ? self->number : 0, what);
+    fprintf(stderr, "block %u, thread %u: %s\n", now->number, self ? self->number : 0, what);
     abort();
 }
 
 template <typename Condition>
 void wait_until(Condition condition, const char *what) {
     while (!condition()) {
-        if (++now->idle > 400000) {
-            if (now->copies.empty() && now->pipes.empty())
+        if (++idle > 400000) {
+            bool under_way = false;
+            for (const block &block : cluster)
+                under_way = under_way || !block.copies.empty() || !block.pipes.empty();
+            if (!under_way)
                 fail(what);
-            now->idle = 0;
+            idle = 0;
         }
         yield();
     }
-    now->idle = 0;
+    idle = 0;
+}
+
+/* Another block's shared memory or barriers, for the time of an access. */
+template <typename Access>
+void in_block(unsigned rank, Access access) {
+    block *const own = now;
+    now = &cluster[rank];
+    if (now->left == 0)
+        fail("the block has ended");
+    access();
+    now = own;
 }
 
 inline char *at(uint32_t address, int bytes) {
     if (address < FIRST_ADDRESS || address + bytes > FIRST_ADDRESS + SHARED_BYTES)
         fail("an address outside of shared memory");
-    return shared + (address - FIRST_ADDRESS);
+    return now->shared.data() + (address - FIRST_ADDRESS);
 }
 
 /* Bits of an address that a swizzle of so many bytes changes. */
@@ -131,7 +147,7 @@ inline barrier &barrier_at(uint32_t address) {
 inline void complete(uint32_t address, long bytes) {
     barrier_at(address).bytes -= bytes;
     settle(barrier_at(address));
-    now->idle = 0;
+    idle = 0;
 }
 
 /* What is done in its own time. */
@@ -165,14 +181,22 @@ inline void finish(std::deque<std::vector<std::function<void()>>> &groups, size_
     }
 }
 
-inline unsigned meet(int which, unsigned threads) { /* barrier.sync; returns the round */
-    const int round = now->rounds[which], key = which * 1000000 + round;
-    if (++now->waiting[key] == static_cast<int>(threads)) {
-        now->rounds[which]++;
-        now->idle = 0;
+inline unsigned meet(block *block, int which, unsigned threads) { /* barrier.sync; returns the round */
+    const int round = block->rounds[which], key = which * 1000000 + round;
+    if (++block->waiting[key] == static_cast<int>(threads)) {
+        block->rounds[which]++;
+        idle = 0;
     }
-    wait_until([=] { return now->rounds[which] != round; }, "waits for threads that do not come");
+    wait_until([=] { return block->rounds[which] != round; }, "waits for threads that do not come");
     return static_cast<unsigned>(round);
+}
+inline unsigned meet(int which, unsigned threads) {
+    return meet(now, which, threads);
+}
+
+/* All of a warp must come to the instructions that are aligned. */
+inline void aligned() {
+    meet(600 + static_cast<int>(self->number) / LANES, LANES);
 }
 
 /* The map that make_map() asks the driver for. */
@@ -227,69 +251,87 @@ inline void enter() {
     abort();
 }
 
+/* Threads of a block, which begin when they first go on. */
+inline void begin(block *block, unsigned threads, std::vector<char> *stacks) {
+    block->left = threads;
+    block->shared.assign(SHARED_BYTES, static_cast<char>(0xff)); /* NaN */
+    block->fibers.resize(threads);
+    for (unsigned i = 0; i < threads; i++) {
+        fiber &fiber = block->fibers[i];
+        stacks[i].resize(STACK_BYTES);
+        fiber.number = i;
+        fiber.products.emplace_back();
+        fiber.stores.emplace_back();
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = stacks[i].data();
+        fiber.context.uc_stack.ss_size = stacks[i].size();
+        fiber.context.uc_link = nullptr;
+        makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter), 0);
+    }
+}
+
+/* When all threads are done. */
+inline void end(block *block) {
+    now = block;
+    while (!block->copies.empty() || !block->pipes.empty())
+        some_copies();
+    if (!block->tensor_memory.empty())
+        fail("tensor memory that is not freed");
+    for (fiber &fiber : block->fibers) {
+        finish(fiber.stores, 0);
+        if (fiber.products.size() > 1 || !fiber.products.back().empty())
+            fail("products that nobody waits for");
+    }
+}
+
 template <typename Kernel, typename... Arguments>
-void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments &...arguments) {
+void run_grid(unsigned blocks, unsigned threads, unsigned together, Kernel kernel, const Arguments &...arguments) {
     std::function<void()> call = [&] { kernel(arguments...); };
     body = &call;
     grid_size = blocks;
     block_size = threads;
     static std::vector<std::vector<char>> stacks;
-    stacks.resize(std::max<size_t>(stacks.size(), threads));
-    for (block_number = 0; block_number < blocks; block_number++) {
-        block block;
-        now = &block;
-        memset(shared, 0xff, SHARED_BYTES); /* NaN */
-        block.fibers.resize(threads);
-        for (unsigned i = 0; i < threads; i++) {
-            fiber &fiber = block.fibers[i];
-            stacks[i].resize(STACK_BYTES);
-            fiber.number = i;
-            fiber.products.emplace_back();
-            fiber.stores.emplace_back();
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = stacks[i].data();
-            fiber.context.uc_stack.ss_size = stacks[i].size();
-            fiber.context.uc_link = nullptr;
-            makecontext(&fiber.context, reinterpret_cast<void (*)()>(enter), 0);
+    stacks.resize(std::max<size_t>(stacks.size(), threads * together));
+    for (unsigned first = 0; first < blocks; first += together) {
+        cluster = std::vector<block>(together);
+        idle = 0;
+        for (unsigned i = 0; i < together; i++) {
+            cluster[i].number = first + i;
+            begin(&cluster[i], threads, &stacks[i * threads]);
         }
         /* Chance holds some warps up, and copies, until nothing else goes on. */
         const unsigned warps = threads / LANES;
-        std::vector<bool> held(warps, false);
+        std::vector<bool> held(warps * together, false);
         bool held_copies = false;
-        unsigned left = threads;
+        unsigned left = threads * together;
         for (long turn = 0, until = 0; left > 0; turn++) {
-            if (turn >= until || block.idle > 4 * static_cast<long>(threads)) {
-                const bool stuck = block.idle > 4 * static_cast<long>(threads);
-                for (unsigned i = 0; i < warps; i++)
+            const bool stuck = idle > 4 * static_cast<long>(threads * together);
+            if (turn >= until || stuck) {
+                for (size_t i = 0; i < held.size(); i++)
                     held[i] = !stuck && chance() % 3 == 0;
                 held_copies = !stuck && chance() % 3 == 0;
                 until = turn + (stuck ? 50 : chance() % 3000);
             }
-            const unsigned warp = chance() % warps;
-            if (held[warp]) {
-                block.idle++;
+            const unsigned chosen = chance() % (warps * together), warp = chosen % warps;
+            now = &cluster[chosen / warps];
+            if (held[chosen]) {
+                idle++;
                 continue;
             }
             for (unsigned lane = 0; lane < LANES; lane++) {
-                fiber &fiber = block.fibers[warp * LANES + lane];
+                fiber &fiber = now->fibers[warp * LANES + lane];
                 if (fiber.done)
                     continue;
                 go_on(fiber);
                 left -= fiber.done;
+                now->left -= fiber.done;
             }
             self = nullptr;
             if (!held_copies)
                 some_copies();
         }
-        while (!block.copies.empty() || !block.pipes.empty())
-            some_copies();
-        if (!block.tensor_memory.empty())
-            fail("tensor memory that is not freed");
-        for (fiber &fiber : block.fibers) {
-            finish(fiber.stores, 0);
-            if (fiber.products.size() > 1 || !fiber.products.back().empty())
-                fprintf(stderr, "products that nobody waits for\n"), abort();
-        }
+        for (block &block : cluster)
+            end(&block);
     }
 }
 
@@ -297,8 +339,12 @@ void run_grid(unsigned blocks, unsigned threads, Kernel kernel, const Arguments 
 
 /* ---- What launches ask of CUDA's runtime and driver ---- */
 
+/* Where a kernel's shared memory begins: what lies there is each block's own. */
 namespace moer_fused {
-alignas(1024) inline char shared[emulated::SHARED_BYTES]; /* the fused kernel's */
+inline char shared[1];
+}
+namespace moer_wide {
+inline char shared[1];
 }
 
 namespace emulated {
@@ -326,8 +372,13 @@ cudaError_t launch(const cudaLaunchConfig_t *config, Kernel kernel, const Argume
     const launching now;
     if (config->dynamicSmemBytes > SHARED_BYTES || config->blockDim.x % LANES)
         return cudaErrorInvalidValue;
-    shared = moer_fused::shared;
-    run_grid(config->gridDim.x, config->blockDim.x, kernel, arguments...);
+    unsigned together = 1;
+    for (unsigned i = 0; i < config->numAttrs; i++)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+            together = config->attrs[i].val.clusterDim.x;
+    if (config->gridDim.x % together)
+        return cudaErrorInvalidValue;
+    run_grid(config->gridDim.x, config->blockDim.x, together, kernel, arguments...);
     return cudaSuccess;
 }
 
@@ -385,7 +436,7 @@ struct index {
 };
 } // namespace emulated
 inline const emulated::index threadIdx{{[] { return emulated::self->number; }}},
-    blockIdx{{[] { return emulated::block_number; }}}, gridDim{{[] { return emulated::grid_size; }}},
+    blockIdx{{[] { return emulated::now->number; }}}, gridDim{{[] { return emulated::grid_size; }}},
     blockDim{{[] { return emulated::block_size; }}};
 
 /* ---- CUDA C++ ---- */
@@ -456,8 +507,8 @@ inline float __fadd_rn(float a, float b) {
 #define __launch_bounds__(...)
 /* ---- ptx.cuh ---- */
 
-inline uint32_t shared_address(const void *pointer) {
-    return static_cast<uint32_t>(static_cast<const char *>(pointer) - emulated::shared) + emulated::FIRST_ADDRESS;
+inline uint32_t shared_address(const void *) { /* of its beginning */
+    return emulated::FIRST_ADDRESS;
 }
 inline void copy_bulk(uint32_t to, const void *from, int bytes, uint32_t barrier) {
     if (bytes % 16 || to % 16 || reinterpret_cast<uintptr_t>(from) % 16)
@@ -476,6 +527,12 @@ inline void copy_box(uint32_t to, const CUtensorMap &map, int column, int row, u
         });
         emulated::complete(barrier, emulated::bytes_of(map));
     });
+}
+/* Each block's copy comes in its own time. */
+template <int BLOCKS>
+void copy_box_to_cluster(uint32_t to, const CUtensorMap &map, int column, int row, uint32_t barrier) {
+    for (unsigned i = 0; i < BLOCKS; i++)
+        emulated::in_block(i, [&] { copy_box(to, map, column, row, barrier); });
 }
 inline void store_box(const CUtensorMap &map, int column, int row, uint32_t from) {
     emulated::self->stores.back().push_back([=, &map] {
@@ -501,12 +558,29 @@ inline void barrier_arrive_expecting(uint32_t address, int bytes) {
     if (--barrier.pending < 0)
         emulated::fail("more arrive than the barrier has been told");
     emulated::settle(barrier);
-    emulated::now->idle = 0;
+    emulated::idle = 0;
     emulated::yield();
 }
 inline void barrier_arrive(uint32_t barrier) {
     barrier_arrive_expecting(barrier, 0);
 }
+inline void barrier_arrive(uint32_t address, int block) {
+    emulated::in_block(static_cast<unsigned>(block), [=] {
+        emulated::barrier &barrier = emulated::barrier_at(address);
+        if (--barrier.pending < 0)
+            emulated::fail("more arrive than the barrier has been told");
+        emulated::settle(barrier);
+    });
+    emulated::idle = 0;
+    emulated::yield();
+}
+inline void cluster_synchronize() {
+    emulated::meet(&emulated::cluster[0], 700, emulated::block_size * static_cast<unsigned>(emulated::cluster.size()));
+}
+template <int REGISTERS>
+void give_registers() {}
+template <int REGISTERS>
+void take_registers() {}
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     emulated::wait_until([=] { return emulated::barrier_at(barrier).phase != static_cast<int>(parity); },
                          "waits for a barrier for ever");
@@ -601,7 +675,7 @@ inline void wgmma_commit() {
 template <int PENDING>
 void wgmma_wait() {
     emulated::finish(emulated::self->products, PENDING);
-    emulated::yield();
+    emulated::aligned();
 }
 
 namespace emulated {
@@ -694,11 +768,6 @@ namespace emulated {
 
 enum { LANES_OF_MEMORY = 128, COLUMNS_OF_MEMORY = 512 };
 
-/* All of a warp must come to the instructions that are aligned. */
-inline void aligned() {
-    meet(600 + static_cast<int>(self->number) / LANES, LANES);
-}
-
 inline float &memory_at(isa::cell cell) {
     if (now->tensor_memory.empty() || cell.lane < 0)
         fail("tensor memory that there is not");
@@ -743,7 +812,7 @@ inline void tensor_product_now(uint32_t sums, uint64_t a, uint64_t b, uint32_t d
                 sum += left[static_cast<size_t>(row * 16 + k)] * right[static_cast<size_t>(column * 16 + k)];
             cell = sum;
         }
-    now->idle = 0;
+    idle = 0;
 }
 
 inline void all_of(std::vector<std::function<void()>> &accesses) {
@@ -787,7 +856,7 @@ inline void tensor_commit(uint32_t barrier) {
     emulated::now->pipes[emulated::self->number].push_back([=] {
         emulated::barrier_at(barrier).pending--;
         emulated::settle(emulated::barrier_at(barrier));
-        emulated::now->idle = 0;
+        emulated::idle = 0;
     });
     emulated::yield();
 }

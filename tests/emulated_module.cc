@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CUDA module on a machine without a GPU: backend.cu, the first kernels and the fused kernel as they are, over an
- * emulator (emulated_cuda.h), and a runtime whose device memory is the host's. It has one device, of the compute
- * capability that this is compiled for. The generic path's products are plain loops, so that the self-check compares
- * the fused kernel with those.
+/* The CUDA module on a machine without a GPU: backend.cu, the first kernels, those that make both products and the
+ * reduction as they are, over an emulator (emulated_cuda.h), and a runtime whose device memory is the host's. It has
+ * one device, of the compute capability that this is compiled for. The generic path's products are plain loops, so that
+ * the self-check compares the fused kernel with those.
  *
  * PLANTED names a mistake, as in module_planted_cuda.cu: copies without the swizzle, a lost tail, a hang. */
 #include "emulated_cuda.h"
@@ -29,6 +29,7 @@ static CUresult encode_planted(CUtensorMap *map, CUtensorMapDataType type, cuuin
         swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
     return emulated::encode(map, type, rank, data, size, stride, box, step, interleave, swizzle, promotion, fill);
 }
+static const auto made = emulated::map_maker = encode_planted;
 static cudaError_t properties_of(cudaDeviceProp *properties) {
     *properties = {};
     strcpy(properties->name, "an emulator");
@@ -73,13 +74,14 @@ static cudaError_t allocate_host(void **data, size_t bytes) {
 #define launch_fused launch_right
 #include "fused.cu"
 #undef launch_fused
+#include "reduce.cu"
+#include "wide.cu"
 #include "backend.cu"
 #include "choice.cu"
 #include "paths.cu"
 
 cudaError_t launch_fused(const struct problem &right, cudaStream_t stream) {
     struct problem wrong = right;
-    emulated::map_maker = encode_planted;
     if (planted("tail") && right.tokens > TILE_TOKENS)
         wrong.tokens = right.tokens / TILE_TOKENS * TILE_TOKENS;
     while (planted("hang"))

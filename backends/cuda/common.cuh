@@ -78,6 +78,7 @@ struct problem {
     int weight_rows;
     enum moer_operation operation;
     enum kernels kernels;
+    bool wide; /* both products by wide.cu's kernel */
 };
 
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
@@ -150,6 +151,13 @@ cudaError_t launch_logits(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_entries(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_fused(const struct problem &problem, cudaStream_t stream);
+cudaError_t launch_wide(const struct problem &problem, cudaStream_t stream);
+
+/* The weight gradient from its partial sums, of which there is at least one. */
+cudaError_t launch_reduction(const struct problem &problem, cudaStream_t stream);
+
+/* Tokens of a split for launch_wide(), by shapes alone. */
+int64_t choose_wide_split(const struct problem &problem);
 
 /* The launchers hand dtypes to templates. */
 template <typename T>
@@ -251,19 +259,33 @@ inline cudaError_t launch_first(void (*kernel)(struct problem), int64_t blocks, 
     return cudaLaunchKernelEx(&config, kernel, problem);
 }
 
-/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that. */
+/* Launches a kernel that calls wait_for_last_kernel(), so that it may start early where it can do that; in clusters of
+ * so many blocks. */
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
-                         const Arguments &...arguments) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t launch_clusters(void (*kernel)(Parameters...), int cluster, int64_t blocks, int threads, size_t shared,
+                            cudaStream_t stream, const Arguments &...arguments) {
+    cudaLaunchAttribute attributes[2]{};
+    unsigned count = 0;
+    if (cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    }
+    if (can_wait(kernel)) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs = can_wait(kernel);
+    config.attrs = attributes;
+    config.numAttrs = count;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared, cudaStream_t stream,
+                         const Arguments &...arguments) {
+    return launch_clusters(kernel, 1, blocks, threads, shared, stream, arguments...);
 }

@@ -379,7 +379,6 @@ __global__ void __launch_bounds__(shape::BOUND, 1)
 
 /* ---- Launches ---- */
 
-/* A map of a matrix of 16-bit elements, for boxes of so many rows and 64 columns. */
 cudaError_t make_map(CUtensorMap *map, element type, const rows &matrix, int64_t rows, int64_t columns, int box_rows) {
     static const auto encode = driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
     if (!encode)

@@ -87,6 +87,9 @@ struct maps {
     CUtensorMap hidden_states, weight, grad_hidden;
 };
 
+/* A map of a matrix of 16-bit elements, for boxes of so many rows and 64 columns. */
+cudaError_t make_map(CUtensorMap *map, element type, const rows &matrix, int64_t rows, int64_t columns, int box_rows);
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define MOER_FUSED_WGMMA
 using made_for = hopper;

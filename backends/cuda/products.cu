@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Both products of an operation in one launch, for every architecture from sm_80, and the reduction of the second.
+/* Both products of an operation in one launch, for every architecture from sm_80.
  *
  *     grad_hidden_states   tiles of 128 tokens x 128 columns, terms over the experts:  A = G, rows of terms. A block
  * takes a run of tiles, one below the other, so that its columns of the gate stay in shared memory
  *     weight gradient      tiles of 64, 128 or 160 experts x 128 columns, terms over a split of the tokens:  A = G^T,
- * whose terms are the rows; float32 partial sums, which reduce_kernel adds in the order of the splits
+ * whose terms are the rows; float32 partial sums, which reduce.cu adds in the order of the splits
  *
  * B is the gate or the hidden states, rows of columns. A block of 4 warps takes 64 terms at a time from a ring of
  * buffers that cp.async fills, across the tiles of a run without a stop. 16-bit operands are multiplied by wgmma on
@@ -451,49 +451,6 @@ __global__ void __launch_bounds__(THREADS, 2)
     }
 }
 
-/* The weight gradient from its partial sums: added in order, to the old value once, rounded once. A thread has WIDTH
- * neighbours; unless WIDTH is 1, rows are whole numbers of those. */
-template <int WIDTH>
-__global__ void __launch_bounds__(THREADS) reduce_kernel(const __grid_constant__ problem problem) {
-    struct alignas(WIDTH * sizeof(float)) group {
-        float value[WIDTH];
-    };
-    wait_for_last_kernel();
-    int64_t elements = problem.experts * problem.hidden;
-    int64_t at = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * WIDTH;
-    if (at >= elements)
-        return;
-    const int64_t expert = at / problem.hidden, column = at % problem.hidden;
-    const int64_t all = problem.partial_rows * problem.partial_stride;
-    const float *partials = problem.partials + expert * problem.partial_stride + column;
-    float sum[WIDTH] = {};
-    constexpr int BATCH = 8; /* loads under way */
-    for (int64_t split = 0; split < problem.splits; split += BATCH) {
-        group parts[BATCH] = {};
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-            if (split + j < problem.splits)
-                parts[j] = *reinterpret_cast<const group *>(partials + (split + j) * all);
-#pragma unroll
-        for (int j = 0; j < BATCH; j++)
-#pragma unroll
-            for (int i = 0; i < WIDTH; i++) /* to add zero changes no sum that began with zero */
-                sum[i] = __fadd_rn(sum[i], parts[j].value[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++) {
-        if (problem.accumulate)
-            sum[i] = __fadd_rn(load_element(problem.grad_weight, expert, column + i), sum[i]);
-        store_element(problem.grad_weight, expert, column + i, sum[i]);
-    }
-}
-
-template <int WIDTH>
-cudaError_t launch_reduce(const problem &problem, cudaStream_t stream) {
-    int64_t threads = problem.experts * problem.hidden / WIDTH;
-    return launch_early(reduce_kernel<WIDTH>, (threads + THREADS - 1) / THREADS, THREADS, 0, stream, problem);
-}
-
 /* ---- Launches ---- */
 
 /* As many slots as two blocks to a multiprocessor leave room for, at least two, at most three. */
@@ -578,7 +535,7 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     if (error != cudaSuccess || !problem.grad_weight.data || elements == 0 ||
         (problem.accumulate && problem.tokens == 0))
         return error;
-    return problem.hidden % 4 == 0 ? launch_reduce<4>(problem, stream) : launch_reduce<1>(problem, stream);
+    return launch_reduction(problem, stream);
 }
 
 } // namespace moer_products

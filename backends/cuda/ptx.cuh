@@ -135,6 +135,22 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
                  : "memory");
 }
 
+/* barrier.cluster (9.7.13.4): all threads of all blocks of a cluster, who see each other's barrier_init_done(). */
+__device__ __forceinline__ void cluster_synchronize() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+/* At the same barrier of a block of the cluster. What was written to memory before, it need not see. */
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier, int block) {
+    asm volatile("{ .reg .b32 there;\n"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+                 "r"(block)
+                 : "memory");
+}
+
 /* What threads have written to shared memory, the asynchronous instructions shall read. */
 __device__ __forceinline__ void fence_asynchronous() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -174,6 +190,16 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap &map, in
                  : "memory");
 }
 
+/* The same to the same place of the cluster's first so many blocks, each of whose barriers it tells. */
+template <int BLOCKS>
+__device__ __forceinline__ void copy_box_to_cluster(uint32_t to, const CUtensorMap &map, int column, int row,
+                                                    uint32_t barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%2, %3}], [%4], %5;" ::"r"(to),
+                 "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>((1 << BLOCKS) - 1))
+                 : "memory");
+}
+
 __device__ __forceinline__ void store_box(const CUtensorMap &map, int column, int row, uint32_t from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n"
                  "cp.async.bulk.commit_group;" ::"l"(&map),
@@ -198,6 +224,16 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
+}
+
+/* setmaxnreg (9.7.19.5), by all of a warpgroup: so many registers a thread from here on. */
+template <int REGISTERS>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
 #endif

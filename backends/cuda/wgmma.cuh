@@ -62,12 +62,17 @@ __device__ __forceinline__ void hold(float (&sums)[DOWN][ACROSS][4]) {
     MOER_R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, "  \
              "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define MOER_R80 MOER_R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define MOER_R128                                                                                                      \
+    MOER_R80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "  \
+             "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "  \
+             "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define MOER_D4(i) "+f"(sums[i][0]), "+f"(sums[i][1]), "+f"(sums[i][2]), "+f"(sums[i][3])
 #define MOER_FOUR(i) MOER_D4(i), MOER_D4(i + 1), MOER_D4(i + 2), MOER_D4(i + 3)
 #define MOER_D32 MOER_FOUR(0), MOER_FOUR(4)
 #define MOER_D48 MOER_D32, MOER_FOUR(8)
 #define MOER_D64 MOER_D32, MOER_FOUR(8), MOER_FOUR(12)
 #define MOER_D80 MOER_D64, MOER_FOUR(16)
+#define MOER_D128 MOER_D80, MOER_FOUR(20), MOER_FOUR(24), MOER_FOUR(28)
 #define MOER_WGMMA(COLUMNS, SUMS, A, B, ADD, TRANSPOSE, ELEMENT, PTX)                                                  \
     template <bool TERM_ROWS_A>                                                                                        \
     __device__ __forceinline__ void wgmma(float(&sums)[COLUMNS / 8][4], uint64_t a, uint64_t b, int add, ELEMENT) {    \
@@ -84,6 +89,7 @@ MOER_WGMMA_BOTH(64, 32, "%32", "%33", "%34", "%35")
 MOER_WGMMA_BOTH(96, 48, "%48", "%49", "%50", "%51")
 MOER_WGMMA_BOTH(128, 64, "%64", "%65", "%66", "%67")
 MOER_WGMMA_BOTH(160, 80, "%80", "%81", "%82", "%83")
+MOER_WGMMA_BOTH(256, 128, "%128", "%129", "%130", "%131")
 
 #define MOER_WGMMA_REGISTERS(ELEMENT, PTX)                                                                             \
     __device__ __forceinline__ void wgmma(float(&sums)[8][4], const uint32_t(&a)[4], uint64_t b, int add, ELEMENT) {   \

@@ -139,7 +139,7 @@ elif "$MOEROUTER" info | grep -q '^cuda: available'; then
     check 'bench of a GPU that is not here' 2 'no device cuda:999' bench $softmax --device cuda:999 --json "$work/out"
 else
     gpu_bench=idle
-    check 'bench without a GPU' 2 'cuda:0 cannot be used: ' bench $softmax --device cuda:0 --json "$work/out"
+    check 'bench without a GPU' 2 'cuda:0: the cuda backend is not available: ' bench $softmax --device cuda:0 --json "$work/out"
 fi
 if [ $gpu_bench != missing ]; then
     check 'bench of a GPU with too few repeats' 2 'from 50' bench --device cuda:0 --repeats 49 --json "$work/out"

@@ -44,16 +44,17 @@ static void *run_in_stream(void *data) {
 }
 
 static void run_in_streams(const struct selfcheck_case *one, const struct results *must) {
+    static const char two_streams[] = ", two streams";
     struct runner runners[STREAMS] = {{.error = ""}};
     pthread_t threads[STREAMS];
     pthread_barrier_t start;
     pthread_barrier_init(&start, NULL, STREAMS);
-    trial_choose(selfcheck_path);
     for (int i = 0; i < STREAMS; i++) {
         runners[i].start = &start;
         trial_begin(&runners[i].trial, one);
         trial_poison(&runners[i].trial);
     }
+    trial_choose(&runners[0].trial, selfcheck_path, two_streams);
     for (int i = 0; i < STREAMS; i++)
         if (pthread_create(&threads[i], NULL, run_in_stream, &runners[i]))
             report_end("trouble", "there is no thread to be had");
@@ -64,29 +65,24 @@ static void run_in_streams(const struct selfcheck_case *one, const struct result
         if (runners[i].status != MOER_OK)
             report_end(runners[i].status == MOER_DEVICE ? "wrong" : "trouble", "%s", runners[i].error);
         trial_fetch(&runners[i].trial);
-        trial_compare(&runners[i].trial, must, ", two streams");
+        trial_compare(&runners[i].trial, must, two_streams);
         trial_end(&runners[i].trial);
     }
 }
 
 static void check_case(const struct selfcheck_case *one, int streams) {
-    char text[CASE_TEXT];
     struct trial trial;
     struct results must;
-    selfcheck_describe(one, text);
-    report("doing", "%s", text);
     trial_begin(&trial, one);
-    trial_run(&trial, "generic");
+    trial_run(&trial, "generic", "");
     results_take(&must, &trial);
     for (int i = 0; i < REPEATS; i++) {
-        trial_run(&trial, selfcheck_path);
+        trial_run(&trial, selfcheck_path, "");
         trial_compare(&trial, &must, "");
     }
     trial_end(&trial);
-    if (streams) {
-        report("doing", "%s, two streams", text);
+    if (streams)
         run_in_streams(one, &must);
-    }
     results_free(&must);
 }
 
@@ -148,12 +144,12 @@ static int compare_times(const void *a, const void *b) {
 }
 
 /* Nanoseconds of a call: of some in a row, and of a copy of nothing much, which waits for them. */
-static int64_t time_calls(const struct trial *trial, const char *arch) {
+static int64_t time_calls(const struct trial *trial, const char *path) {
     enum { WARM = 3, CALLS = 20 };
     int64_t one = 1, start = 0;
     DLTensor from = *trial->workspace, to = *trial->scratch;
     from.shape = to.shape = &one;
-    trial_choose(arch);
+    trial_choose(trial, path, ", timed");
     for (int i = 0; i < WARM + CALLS; i++) {
         if (i == WARM) {
             need(moer_tensor_copy(&to, &from), trial->one);
@@ -170,9 +166,6 @@ static void time_case(const struct selfcheck_case *one) {
     enum { BATCHES = 9 };
     int64_t fast[BATCHES], generic[BATCHES];
     struct trial trial;
-    char text[CASE_TEXT];
-    selfcheck_describe(one, text);
-    report("doing", "times of %s", text);
     trial_begin(&trial, one);
     for (int i = 0; i < BATCHES; i++) {
         generic[i] = time_calls(&trial, "generic");

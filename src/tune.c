@@ -213,8 +213,9 @@ static enum moer_status self_check(int device, const struct moer_fast_path *path
     if (result)
         return result;
     snprintf(number, sizeof number, "%d", device);
-    char *const arguments[] = {program_path,           number, (char *)path->name, (char *)path->device,
-                               (char *)moer_version(), NULL};
+    char *const arguments[] = {
+        program_path,        number, (char *)path->name, (char *)path->device, (char *)moer_version(),
+        (char *)path->build, NULL};
     if (pipe2(ends, O_CLOEXEC))
         return moer_fail(message, MOER_UNAVAILABLE, "there is no pipe to the self-check: %s", strerror(errno));
     const int error = spawn(program_path, arguments, ends[1], &child);

@@ -65,6 +65,7 @@ static void set_up(void) {
     setenv("FAKE_PATH", "", 1);
     unsetenv("FAKE_PROVEN");
     unsetenv("FAKE_DRIVER");
+    unsetenv("FAKE_BUILD");
     unsetenv("MOER_CUDA_ARCH");
 }
 
@@ -258,7 +259,7 @@ START_TEST(child_is_clean) {
     put_script("echo \"doing $*\"\n"
                "for i in 3 4 5 6 7 8 9; do test -e /proc/self/fd/$i && echo wrong $i is open; done\n"
                "read line && echo wrong input\n"
-               "test \"$*\" = \"0 fake_fast FAKE-0 $VERSION\" || echo wrong arguments\n"
+               "test \"$*\" = \"0 fake_fast FAKE-0 $VERSION first\" || echo wrong arguments\n"
                "echo right");
     setenv("VERSION", moer_version(), 1);
     ck_assert_msg(tune(text, LONG_MS) == MOER_OK, "%s", moer_last_error());
@@ -517,6 +518,26 @@ START_TEST(another_library) {
 }
 END_TEST
 
+/* The same version with other kernels; a verdict against the old ones says nothing of these either. */
+START_TEST(another_build) {
+    in_another_process(tune_well);
+    setenv("FAKE_BUILD", "second", 1);
+    expected = "operations 0: not proven on such devices; the verdict of 20";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    setenv("FAKE_BUILD", "first", 1);
+    put_script("echo fast it; echo wrong as ever");
+    in_another_process(tune_in_vain);
+    expected = "operations 0: not proven on such devices; found wrong";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    setenv("FAKE_BUILD", "second", 1);
+    setenv("FAKE_PROVEN", "here.json", 1);
+    HAS(explain(), "operations 3: proven by here.json; the verdict of 20");
+    HAS(explain(), "does not count: it is of another build of the kernels, first");
+    tune_well();
+    HAS(explain(), "operations 3: proven by here.json; found right");
+}
+END_TEST
+
 /* ---- Files that are not to be trusted --------------------------------------------------------------------------- */
 
 static void expect_ignored(const char *words) {
@@ -544,6 +565,7 @@ static const struct {
     {"softmax_topk_backward", "relu"},
     {"\ndate ", "\ndate 2026-11-30T00:00:00Z"},
     {"\ndriver ", "\n"},
+    {"\nbuild ", "\n"},
 };
 
 START_TEST(damaged) {
@@ -642,6 +664,17 @@ START_TEST(the_check_itself) {
 }
 END_TEST
 
+/* A module that has been replaced since the parent loaded it. */
+START_TEST(the_check_of_another_build) {
+    char script[512], text[1024];
+    snprintf(script, sizeof script, "FAKE_BUILD=second exec %s \"$@\"", SELFCHECK);
+    put_script(script);
+    ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
+    HAS(moer_last_error(), "could not do its work: it has another build of the kernels, not first");
+    ck_assert(!exists(verdict_file));
+}
+END_TEST
+
 /* ---- Running them ----------------------------------------------------------------------------------------------- */
 
 static int can_spawn(void) {
@@ -671,11 +704,13 @@ int main(void) {
         {at_once, 1},
         {another_driver, 1},
         {another_library, 1},
+        {another_build, 1},
         {damaged, LENGTH(damages)},
         {cut_short, 1},
         {too_long, 1},
         {foreign, 1},
         {the_check_itself, LENGTH(faults)},
+        {the_check_of_another_build, 1},
     };
     if (access(MODULE_FOLDER "/cuda.so", R_OK) || access(SELFCHECK, X_OK)) {
         puts("SKIP: no shared objects were built");

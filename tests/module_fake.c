@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A module that stands in for a device: host memory under the name of cuda. FAKE_MODULE says what is wrong with it.
  * Where FAKE_PATH is set it has a fast path, fake_fast, of which that is the fault ("" for none; "generic " and one: of
- * the generic path, for 17 tokens); FAKE_PROVEN is its evidence, FAKE_DRIVER the driver. */
+ * the generic path, for 17 tokens); FAKE_PROVEN is its evidence, FAKE_DRIVER the driver, FAKE_BUILD the build. */
 #define _DEFAULT_SOURCE /* usleep() */
 #include "backend.h"
 #include "tensor.h"
@@ -19,8 +19,16 @@ static const char *unavailable(void) {
     return fake_is("unavailable") ? "no such device today" : NULL;
 }
 
+static const char *build(void) {
+    const char *value = getenv("FAKE_BUILD");
+    return value ? value : "first";
+}
+
 static void info(char *text, size_t size) {
-    snprintf(text, size, getenv("FAKE_PATH") ? "cuda:0: fake, FAKE-0\n" : "devices: none\n");
+    if (getenv("FAKE_PATH"))
+        snprintf(text, size, "build: %s\ncuda:0: fake, FAKE-0\n", build());
+    else
+        snprintf(text, size, "devices: none\n");
 }
 
 /* ---- An operation that is computed, as far as the self-check has it ---- */
@@ -178,7 +186,8 @@ static enum moer_status fast_path(int device, struct moer_fast_path *path, struc
     const char *driver = getenv("FAKE_DRIVER");
     if (device < 0 || device > 1)
         return moer_fail(message, MOER_UNAVAILABLE, "there is no device %d", device);
-    *path = (struct moer_fast_path){.name = device == 0 ? "fake_fast" : NULL, .evidence = getenv("FAKE_PROVEN")};
+    *path = (struct moer_fast_path){
+        .name = device == 0 ? "fake_fast" : NULL, .evidence = getenv("FAKE_PROVEN"), .build = build()};
     snprintf(path->device, sizeof path->device, "FAKE-%d", device);
     snprintf(path->driver, sizeof path->driver, "%s", driver ? driver : "1.0");
     return MOER_OK;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The self-check of a GPU's fast path, which moer_tune() runs as a process of its own:
  *
- *     selfcheck DEVICE PATH UUID VERSION
+ *     selfcheck DEVICE PATH UUID VERSION BUILD
  *
  * Every case runs by the generic path once, and by the other one several times, each time with outputs and workspace
  * full of NaN; then in two streams at once. The sums are exact, so that all results must have the same bits. Where they
@@ -192,13 +192,17 @@ static void time_operation(enum moer_operation operation) {
 
 /* ---- The program ------------------------------------------------------------------------------------------------ */
 
-/* The device of that number must be the one that the parent means, whatever its environment has become. */
-static void check_device(const char *number, const char *uuid) {
-    char text[16384], name[32];
+/* The kernels must be the parent's, and the device of that number the one that it means, whatever has become of the
+ * module's file and the environment. */
+static void check_device(const char *number, const char *uuid, const char *build) {
+    char text[16384], name[32], built[96];
     snprintf(name, sizeof name, "cuda:%s: ", number);
+    snprintf(built, sizeof built, "build: %s\n", build);
     for (size_t i = 0; i < moer_backend_count(); i++) {
         if (strcmp(moer_backend_name(i), "cuda") != 0 || moer_backend_info(i, text, sizeof text) != MOER_OK)
             continue;
+        if (!strstr(text, built))
+            report_end("trouble", "it has another build of the kernels, not %s", build);
         const char *line = strstr(text, name);
         const char *found = line ? strstr(line, uuid) : NULL;
         if (found && memchr(line, '\n', (size_t)(found - line)) == NULL)
@@ -209,8 +213,8 @@ static void check_device(const char *number, const char *uuid) {
 
 int main(int argc, char **argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody else would end it, should it hang */
-    if (argc != 5) {
-        fputs("Usage: selfcheck DEVICE PATH UUID VERSION\n\nFor moer_tune(), see moerouter(3).\n", stderr);
+    if (argc != 6) {
+        fputs("Usage: selfcheck DEVICE PATH UUID VERSION BUILD\n\nFor moer_tune(), see moerouter(3).\n", stderr);
         return 2;
     }
     selfcheck_device.device_id = atoi(argv[1]);
@@ -218,7 +222,7 @@ int main(int argc, char **argv) {
     if (strcmp(argv[4], moer_version()) != 0)
         report_end("trouble", "it has version %s of the library, not %s", moer_version(), argv[4]);
     unsetenv("MOER_VERBOSE");
-    check_device(argv[1], argv[3]);
+    check_device(argv[1], argv[3], argv[5]);
     for (int operation = 0; operation < MOER_OPERATIONS; operation++)
         check_operation((enum moer_operation)operation);
     for (int operation = 0; operation < MOER_OPERATIONS; operation++)

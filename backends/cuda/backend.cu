@@ -315,6 +315,7 @@ enum moer_status fast_path_of(int device, moer_fast_path *path, moer_message *me
     *path = {};
     path->name = path_of(device)->name;
     path->evidence = path_of(device)->evidence;
+    path->build = moer_cuda_build;
     const cudaError_t error = cudaGetDeviceProperties(&properties, device);
     if (error != cudaSuccess)
         return cuda_failed(message, error, "cudaGetDeviceProperties");
@@ -459,8 +460,8 @@ void info(char *text, size_t size) {
     cudaGetDeviceCount(&count);
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
-    int length = snprintf(text, size, "driver: CUDA %d.%d\nruntime: CUDA %d.%d\n", driver / 1000, driver % 1000 / 10,
-                          runtime / 1000, runtime % 1000 / 10);
+    int length = snprintf(text, size, "build: %s\ndriver: CUDA %d.%d\nruntime: CUDA %d.%d\n", moer_cuda_build,
+                          driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     for (int device = 0; device < count && static_cast<size_t>(length) < size; device++) {
         cudaDeviceProp properties;
         if (cudaGetDeviceProperties(&properties, device) != cudaSuccess)

@@ -219,8 +219,8 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
 
 /* A GPU may have a fast path: kernels for its kind alone, beside the generic path, which runs on every GPU. Where the
  * project has proven it on GPUs of that compute capability it runs by default. Elsewhere it runs only after this
- * function has found it right on the very GPU, with the same driver and version of the library, and only for operations
- * that it makes faster; what it has found wrong does not run, proven or not.
+ * function has found it right on the very GPU, with the same driver, version of the library and build of its kernels,
+ * and only for operations that it makes faster; what it has found wrong does not run, proven or not.
  *
  * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
  * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both

@@ -171,14 +171,24 @@ END_TEST
 /* MOER_CUDA_ARCH comes before everything. */
 START_TEST(overridden) {
     static const char *const paths[] = {"generic", "sm_90a"};
-    char text[1024];
+    char text[1024], info[8192], line[128];
     for (int i = 0; i < LENGTH(paths); i++) {
         setenv("MOER_CUDA_ARCH", paths[i], 1);
         explain((enum moer_operation)_i, text);
+        ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
         unsetenv("MOER_CUDA_ARCH");
+        snprintf(line, sizeof line, "cuda:%d by MOER_CUDA_ARCH: %s path, whatever is proven or found\n",
+                 gpu().device_id, paths[i]);
+        HAS(info, line);
         HAS(text, i ? "sm_90a path: wgmma" : "generic path: mma.sync");
         HAS(text, "; by MOER_CUDA_ARCH");
     }
+    setenv("MOER_CUDA_ARCH", "sm_100f", 1);
+    ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
+    HAS(info, " by MOER_CUDA_ARCH: calls are refused: MOER_CUDA_ARCH is sm_100f, but cuda:");
+    unsetenv("MOER_CUDA_ARCH");
+    ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
+    ck_assert_ptr_null(strstr(info, "MOER_CUDA_ARCH"));
 }
 END_TEST
 

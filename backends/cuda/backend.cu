@@ -455,6 +455,19 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
                      static_cast<long long>(problem.split_tokens), why);
 }
 
+/* What MOER_CUDA_ARCH makes of a device's calls, where it is set; the length of the line. */
+int print_override(int device, char *text, size_t size) {
+    choice choice;
+    moer_message message;
+    const bool refused = choose_path(MOER_SOFTMAX_TOPK_BACKWARD, device, &choice, &message);
+    if (!choice.forced)
+        return 0;
+    if (refused)
+        return snprintf(text, size, "cuda:%d by MOER_CUDA_ARCH: calls are refused: %s\n", device, message.text);
+    return snprintf(text, size, "cuda:%d by MOER_CUDA_ARCH: %s path, whatever is proven or found\n", device,
+                    choice.kernels == GENERIC ? "generic" : choice.path->name);
+}
+
 void info(char *text, size_t size) {
     int count = 0, driver = 0, runtime = 0;
     cudaGetDeviceCount(&count);
@@ -471,6 +484,8 @@ void info(char *text, size_t size) {
         length += snprintf(text + length, size - length, "cuda:%d: %s, sm_%d%d, %d multiprocessors, %.0f GiB, %s\n",
                            device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
                            static_cast<double>(properties.totalGlobalMem) / (1 << 30), uuid);
+        if (static_cast<size_t>(length) < size)
+            length += print_override(device, text + length, size - length);
     }
     cudaGetLastError();
 }

@@ -44,7 +44,7 @@ static int open_device(struct bench *bench) {
     size_t version = 0;
     int count = 0;
     if (reason)
-        return complain("cuda:%d cannot be used: %s", number, reason);
+        return complain("cuda:%d: the cuda backend is not available: %s", number, reason);
     if (cuda_failed(cudaGetDeviceCount(&count), "cudaGetDeviceCount"))
         return EXIT_TROUBLE;
     if (number >= count)

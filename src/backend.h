@@ -16,7 +16,7 @@
 #include <moerouter/moerouter.h>
 
 /* Goes up with every change to this file or to an args struct. */
-#define MOER_BACKEND_ABI 2
+#define MOER_BACKEND_ABI 3
 
 /* A sentence without function name or full stop. */
 struct moer_message {
@@ -36,6 +36,7 @@ moer_fail(struct moer_message *message, enum moer_status status, const char *for
 struct moer_fast_path {
     const char *name;     /* "sm_90a"; NULL: the device has none */
     const char *evidence; /* the file of the project that proves it on devices of this kind; NULL: there is none */
+    const char *build;    /* another one after every change of the compiled kernels; and in info(), "build: " */
     char device[64];      /* tells this very device from all others: "GPU-", and its UUID. Letters, digits and '-' */
     char driver[64];      /* another one after every change of the driver */
 };

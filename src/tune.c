@@ -4,13 +4,14 @@
  * The child is a program that is installed beside the modules. It is spawned, not forked: a driver does not survive a
  * fork. Its report comes through a pipe, a line at a time:
  *
- *     doing WHAT                             what follows is about that
+ *     fast WHAT                              what follows is about that, and the fast path's doing
+ *     doing WHAT                             it is not: the generic path's, or that of neither
  *     time OPERATION N H E K FAST GENERIC    nanoseconds
  *     right | wrong WHY                      the verdict, and the end
  *     trouble WHY                            the end: there can be no verdict
  *
- * A line is progress, and starts the watchdog's time anew. A child that faults or falls silent while it is doing
- * something has found the path wrong. One that ends in another way has found out nothing. */
+ * A line is progress, and starts the watchdog's time anew. A child that faults or falls silent under the fast path has
+ * found it wrong. One that does so elsewhere, or ends in another way, has found out nothing. */
 #include "config.h"
 #include "internal.h"
 #include <errno.h>
@@ -30,7 +31,8 @@ static const char program[] = "selfcheck";
 struct report {
     char doing[MOST_LINE], trouble[MOST_LINE];
     struct moer_verdict verdict;
-    int ended; /* the last line has come */
+    int is_fast; /* what it is doing is the fast path's */
+    int ended;   /* the last line has come */
 };
 
 /* ---- The child -------------------------------------------------------------------------------------------------- */
@@ -90,8 +92,10 @@ static int read_line(struct report *report, char *line) {
             return 0;
     if (report->ended)
         return 0;
-    if (!strncmp(line, "doing ", 6)) {
-        moer_copy_text(report->doing, sizeof report->doing, line + 6);
+    const int is_fast = !strncmp(line, "fast ", 5);
+    if (is_fast || !strncmp(line, "doing ", 6)) {
+        moer_copy_text(report->doing, sizeof report->doing, strchr(line, ' ') + 1);
+        report->is_fast = is_fast;
         return 1;
     }
     if (!strncmp(line, "trouble ", 8)) {
@@ -161,7 +165,7 @@ static int is_fault(int signal) {
     return 0;
 }
 
-/* The child broke over what it was doing. */
+/* The child broke over what the fast path was doing. */
 __attribute__((format(printf, 2, 3))) static enum moer_status broke(struct report *report, const char *format, ...) {
     struct moer_verdict *verdict = &report->verdict;
     va_list values;
@@ -178,15 +182,19 @@ __attribute__((format(printf, 2, 3))) static enum moer_status broke(struct repor
 static enum moer_status judge(struct report *report, enum ending ending, int timeout_ms, int waited, int status,
                               struct moer_message *message) {
     const int killed = waited > 0 && WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-    if (ending == SILENT && *report->doing)
+    if (ending == SILENT && report->is_fast)
         return broke(report, "no progress in %d ms", timeout_ms);
+    if (ending == SILENT && *report->doing)
+        return moer_fail(message, MOER_UNAVAILABLE,
+                         "the self-check made no progress in %d ms, but not under the fast path: %.300s", timeout_ms,
+                         report->doing);
     if (ending == SILENT)
         return moer_fail(message, MOER_UNAVAILABLE, "the self-check did not begin in %d ms", timeout_ms);
-    if (is_fault(killed) && *report->doing)
+    if (is_fault(killed) && report->is_fast)
         return broke(report, "ended by signal %d (%s)", killed, strsignal(killed));
     if (killed)
-        return moer_fail(message, MOER_UNAVAILABLE, "the self-check was ended by signal %d (%s)", killed,
-                         strsignal(killed));
+        return moer_fail(message, MOER_UNAVAILABLE, "the self-check was ended by signal %d (%s)%s%.300s", killed,
+                         strsignal(killed), *report->doing ? ": " : "", report->doing);
     if (*report->trouble)
         return moer_fail(message, MOER_UNAVAILABLE, "the self-check could not do its work: %.400s", report->trouble);
     if (waited > 0 && WEXITSTATUS(status))
@@ -205,8 +213,9 @@ static enum moer_status self_check(int device, const struct moer_fast_path *path
     if (result)
         return result;
     snprintf(number, sizeof number, "%d", device);
-    char *const arguments[] = {program_path,           number, (char *)path->name, (char *)path->device,
-                               (char *)moer_version(), NULL};
+    char *const arguments[] = {
+        program_path,        number, (char *)path->name, (char *)path->device, (char *)moer_version(),
+        (char *)path->build, NULL};
     if (pipe2(ends, O_CLOEXEC))
         return moer_fail(message, MOER_UNAVAILABLE, "there is no pipe to the self-check: %s", strerror(errno));
     const int error = spawn(program_path, arguments, ends[1], &child);

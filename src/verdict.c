@@ -6,8 +6,9 @@
  * shape, since the bits of a token's row must not depend on how many others there are. A path that has been found wrong
  * does not run, proven or not.
  *
- * A verdict is a file in the user's cache folder, of one device, path, driver and version of the library; for any other
- * it does not count. A file that anybody else can have written, or of which a byte makes no sense, is ignored. */
+ * A verdict is a file in the user's cache folder, of one device, path, driver, version of the library and build of its
+ * kernels; for any other it does not count. A file that anybody else can have written, or of which a byte makes no
+ * sense, is ignored. */
 #include "config.h"
 #include "internal.h"
 #include <errno.h>
@@ -66,8 +67,8 @@ enum moer_line moer_read_verdict_line(struct moer_verdict *verdict, const char *
 }
 
 static void write_verdict(FILE *file, const struct moer_fast_path *path, const struct moer_verdict *verdict) {
-    fprintf(file, "%s\nlibrary %s\ndriver %s\ndevice %s\npath %s\ndate %s\n", format, PACKAGE_VERSION, path->driver,
-            path->device, path->name, verdict->date);
+    fprintf(file, "%s\nlibrary %s\nbuild %s\ndriver %s\ndevice %s\npath %s\ndate %s\n", format, PACKAGE_VERSION,
+            path->build, path->driver, path->device, path->name, verdict->date);
     for (size_t i = 0; i < verdict->timing_count; i++) {
         const struct moer_timing *timing = &verdict->timings[i];
         fprintf(file, "time %s %lld %lld %lld %lld %lld %lld\n", moer_operation_table[timing->operation].name,
@@ -198,27 +199,31 @@ static const char *next_value(char **text, const char *name) {
 
 enum found { NONE, STALE, DAMAGED, FOUND };
 
-/* Reads a verdict; what is STALE is right but for the driver or the library, which why names. */
+/* Reads a verdict; what is STALE is right but for the library, its build or the driver, which why names. */
 static enum found parse(char *text, const struct moer_fast_path *path, struct moer_verdict *verdict,
                         struct moer_message *why) {
-    const char *first = next_line(&text), *library = next_value(&text, "library"),
+    const char *first = next_line(&text), *library = next_value(&text, "library"), *build = next_value(&text, "build"),
                *driver = next_value(&text, "driver"), *device = next_value(&text, "device"),
                *name = next_value(&text, "path"), *date = next_value(&text, "date"), *line = NULL;
     enum moer_line kind = MOER_LINE_TIME;
-    if (!first || strcmp(first, format) || !library || !driver || !device || strcmp(device, path->device) || !name ||
-        strcmp(name, path->name) || !date || strlen(date) >= sizeof verdict->date)
+    if (!first || strcmp(first, format) || !library || !build || !driver || !device || strcmp(device, path->device) ||
+        !name || strcmp(name, path->name) || !date || strlen(date) >= sizeof verdict->date)
         return DAMAGED;
     moer_copy_text(verdict->date, sizeof verdict->date, date);
     while (kind == MOER_LINE_TIME)
         kind = (line = next_line(&text)) ? moer_read_verdict_line(verdict, line) : MOER_LINE_SENSELESS;
     if (kind == MOER_LINE_SENSELESS || *text)
         return DAMAGED;
-    if (!strcmp(library, PACKAGE_VERSION) && !strcmp(driver, path->driver))
-        return FOUND;
-    const int changed = strcmp(library, PACKAGE_VERSION) != 0;
-    moer_fail(why, MOER_OK, "the verdict of %s does not count: it is of %s %.64s", date,
-              changed ? "moerouter" : "driver", changed ? library : driver);
-    return STALE;
+    const char *const bound[][3] = {{"moerouter", library, PACKAGE_VERSION},
+                                    {"another build of the kernels,", build, path->build},
+                                    {"driver", driver, path->driver}};
+    for (size_t i = 0; i < sizeof bound / sizeof *bound; i++)
+        if (strcmp(bound[i][1], bound[i][2]) != 0) {
+            moer_fail(why, MOER_OK, "the verdict of %s does not count: it is of %s %.64s", date, bound[i][0],
+                      bound[i][1]);
+            return STALE;
+        }
+    return FOUND;
 }
 
 static enum found load(const struct moer_fast_path *path, struct moer_verdict *verdict, struct moer_message *why) {

@@ -123,7 +123,8 @@ START_TEST(planted_faults) {
 }
 END_TEST
 
-/* A path that is right runs from then on, here and in the processes that come; not with another driver or library. */
+/* A path that is right runs from then on, here and in the processes that come; not with another driver, library or
+ * build. */
 START_TEST(right_path) {
     char text[4096], explanation[1024], file[256];
     const enum moer_status status = moer_tune(gpu(), 0, text, sizeof text);
@@ -145,33 +146,49 @@ START_TEST(right_path) {
     HAS(info, "'s path sm_90a: not proven on such devices; found right on 20");
 
     ck_assert_int_eq(sscanf(strstr(text, "stored in "), "stored in %255s", file), 1);
+    static const char *const bound[][2] = {
+        {"driver", "does not count: it is of driver 9"},
+        {"library", "does not count: it is of moerouter 9"},
+        {"build", "does not count: it is of another build of the kernels, 9planted"}};
     char command[1024];
-    for (int library = 0; library < 2; library++) {
-        snprintf(command, sizeof command, "cp '%s' '%s/kept' && sed -i 's/^%s /&9/' '%s'", file, folder,
-                 library ? "library" : "driver", file);
+    for (int i = 0; i < LENGTH(bound); i++) {
+        snprintf(command, sizeof command, "cp '%s' '%s/kept' && sed -i 's/^%s /&9/' '%s'", file, folder, bound[i][0],
+                 file);
         ck_assert_int_eq(system(command), 0);
         again = in_another_process("explain", PLANTED_FOLDER);
         HAS(again, "generic path: mma.sync");
-        HAS(again, library ? "does not count: it is of moerouter 9" : "does not count: it is of driver 9");
+        HAS(again, bound[i][1]);
         ck_assert_ptr_null(strstr(again, "sm_90a path"));
         snprintf(command, sizeof command, "mv '%s/kept' '%s'", folder, file);
         ck_assert_int_eq(system(command), 0);
     }
     HAS(in_another_process("explain", PLANTED_FOLDER), "sm_90a path: wgmma products by one kernel");
+    /* Of the module as it is that verdict says nothing. */
+    HAS(in_another_process("explain", REAL_FOLDER), "does not count: it is of another build of the kernels, planted");
 }
 END_TEST
 
 /* MOER_CUDA_ARCH comes before everything. */
 START_TEST(overridden) {
     static const char *const paths[] = {"generic", "sm_90a"};
-    char text[1024];
+    char text[1024], info[8192], line[128];
     for (int i = 0; i < LENGTH(paths); i++) {
         setenv("MOER_CUDA_ARCH", paths[i], 1);
         explain((enum moer_operation)_i, text);
+        ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
         unsetenv("MOER_CUDA_ARCH");
+        snprintf(line, sizeof line, "cuda:%d by MOER_CUDA_ARCH: %s path, whatever is proven or found\n",
+                 gpu().device_id, paths[i]);
+        HAS(info, line);
         HAS(text, i ? "sm_90a path: wgmma" : "generic path: mma.sync");
         HAS(text, "; by MOER_CUDA_ARCH");
     }
+    setenv("MOER_CUDA_ARCH", "sm_100f", 1);
+    ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
+    HAS(info, " by MOER_CUDA_ARCH: calls are refused: MOER_CUDA_ARCH is sm_100f, but cuda:");
+    unsetenv("MOER_CUDA_ARCH");
+    ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
+    ck_assert_ptr_null(strstr(info, "MOER_CUDA_ARCH"));
 }
 END_TEST
 

@@ -65,6 +65,7 @@ static void set_up(void) {
     setenv("FAKE_PATH", "", 1);
     unsetenv("FAKE_PROVEN");
     unsetenv("FAKE_DRIVER");
+    unsetenv("FAKE_BUILD");
     unsetenv("MOER_CUDA_ARCH");
 }
 
@@ -149,33 +150,39 @@ static const struct {
     int timeout_ms;
 } endings[] = {
     {good_script, MOER_OK, "softmax_topk_backward 2.00 times as fast", LONG_MS},
-    {"echo doing it; echo right", MOER_OK, "found right", LONG_MS},
-    {"echo doing it; printf 'rig'; sleep 0.1; echo ht", MOER_OK, "found right", LONG_MS},
-    {"echo doing it; echo wrong by a hair", MOER_DEVICE, "fake_fast is wrong: by a hair", LONG_MS},
-    {"echo doing it; echo wrong by a hair; exit 3", MOER_UNAVAILABLE, "status 3", LONG_MS},
-    {"echo doing this; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): this", LONG_MS},
-    {"echo doing this; echo doing that; kill -ABRT $$", MOER_DEVICE, "signal 6 (Aborted): that", LONG_MS},
-    {"echo doing this; echo right; kill -BUS $$", MOER_DEVICE, "signal 7 (Bus error): this", LONG_MS},
-    {"echo doing this; printf righ; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): this", LONG_MS},
+    {"echo fast it; echo right", MOER_OK, "found right", LONG_MS},
+    {"echo fast it; printf 'rig'; sleep 0.1; echo ht", MOER_OK, "found right", LONG_MS},
+    {"echo fast it; echo wrong by a hair", MOER_DEVICE, "fake_fast is wrong: by a hair", LONG_MS},
+    {"echo fast it; echo wrong by a hair; exit 3", MOER_UNAVAILABLE, "status 3", LONG_MS},
+    {"echo fast this; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): this", LONG_MS},
+    {"echo fast this; echo fast that; kill -ABRT $$", MOER_DEVICE, "signal 6 (Aborted): that", LONG_MS},
+    {"echo fast this; echo right; kill -BUS $$", MOER_DEVICE, "signal 7 (Bus error): this", LONG_MS},
+    {"echo fast this; printf righ; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): this", LONG_MS},
+    {"echo doing this; echo fast that; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): that", LONG_MS},
+    {"echo fast this; echo doing that; kill -SEGV $$", MOER_UNAVAILABLE, "signal 11 (Segmentation fault): that",
+     LONG_MS},
     {"kill -SEGV $$", MOER_UNAVAILABLE, "ended by signal 11", LONG_MS},
-    {"echo doing this; kill -TERM $$", MOER_UNAVAILABLE, "ended by signal 15", LONG_MS},
-    {"echo doing this; kill -KILL $$", MOER_UNAVAILABLE, "ended by signal 9", LONG_MS},
-    {"echo doing this; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms: this", SHORT_MS},
-    {"trap '' TERM INT HUP; echo doing this; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms", SHORT_MS},
-    {"echo doing this; echo right; exec >&-; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms", SHORT_MS},
-    {"echo doing this; printf right; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms: this", SHORT_MS},
+    {"echo fast this; kill -TERM $$", MOER_UNAVAILABLE, "ended by signal 15", LONG_MS},
+    {"echo fast this; kill -KILL $$", MOER_UNAVAILABLE, "ended by signal 9", LONG_MS},
+    {"echo fast this; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms: this", SHORT_MS},
+    {"trap '' TERM INT HUP; echo fast this; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms", SHORT_MS},
+    {"echo fast this; echo right; exec >&-; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms", SHORT_MS},
+    {"echo fast this; printf right; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms: this", SHORT_MS},
+    {"echo doing this; echo fast that; exec sleep 1000", MOER_DEVICE, "no progress in 400 ms: that", SHORT_MS},
+    {"echo fast this; echo doing that; exec sleep 1000", MOER_UNAVAILABLE,
+     "no progress in 400 ms, but not under the fast path: that", SHORT_MS},
     {"exec sleep 1000", MOER_UNAVAILABLE, "did not begin in 400 ms", SHORT_MS},
-    {"echo doing it; echo trouble and strife", MOER_UNAVAILABLE, "could not do its work: and strife", LONG_MS},
-    {"echo doing it; exit 127", MOER_UNAVAILABLE, "status 127", LONG_MS},
+    {"echo fast it; echo trouble and strife", MOER_UNAVAILABLE, "could not do its work: and strife", LONG_MS},
+    {"echo fast it; exit 127", MOER_UNAVAILABLE, "status 127", LONG_MS},
     {"true", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
-    {"echo doing it", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
-    {"echo doing it; printf right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
+    {"echo fast it", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
+    {"echo fast it; printf right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"echo right; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"echo right; printf more", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"echo hello", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"echo wrong; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
-    {"printf 'doing a\\033[1m\\n'; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
-    {"printf 'doing a\\0\\n'; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
+    {"printf 'fast a\\033[1m\\n'; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
+    {"printf 'fast a\\0\\n'; echo right", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"cat /dev/zero", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"yes | tr '\\n' y", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
     {"yes", MOER_UNAVAILABLE, "makes no sense", LONG_MS},
@@ -252,7 +259,7 @@ START_TEST(child_is_clean) {
     put_script("echo \"doing $*\"\n"
                "for i in 3 4 5 6 7 8 9; do test -e /proc/self/fd/$i && echo wrong $i is open; done\n"
                "read line && echo wrong input\n"
-               "test \"$*\" = \"0 fake_fast FAKE-0 $VERSION\" || echo wrong arguments\n"
+               "test \"$*\" = \"0 fake_fast FAKE-0 $VERSION first\" || echo wrong arguments\n"
                "echo right");
     setenv("VERSION", moer_version(), 1);
     ck_assert_msg(tune(text, LONG_MS) == MOER_OK, "%s", moer_last_error());
@@ -511,6 +518,26 @@ START_TEST(another_library) {
 }
 END_TEST
 
+/* The same version with other kernels; a verdict against the old ones says nothing of these either. */
+START_TEST(another_build) {
+    in_another_process(tune_well);
+    setenv("FAKE_BUILD", "second", 1);
+    expected = "operations 0: not proven on such devices; the verdict of 20";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    setenv("FAKE_BUILD", "first", 1);
+    put_script("echo fast it; echo wrong as ever");
+    in_another_process(tune_in_vain);
+    expected = "operations 0: not proven on such devices; found wrong";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    setenv("FAKE_BUILD", "second", 1);
+    setenv("FAKE_PROVEN", "here.json", 1);
+    HAS(explain(), "operations 3: proven by here.json; the verdict of 20");
+    HAS(explain(), "does not count: it is of another build of the kernels, first");
+    tune_well();
+    HAS(explain(), "operations 3: proven by here.json; found right");
+}
+END_TEST
+
 /* ---- Files that are not to be trusted --------------------------------------------------------------------------- */
 
 static void expect_ignored(const char *words) {
@@ -538,6 +565,7 @@ static const struct {
     {"softmax_topk_backward", "relu"},
     {"\ndate ", "\ndate 2026-11-30T00:00:00Z"},
     {"\ndriver ", "\n"},
+    {"\nbuild ", "\n"},
 };
 
 START_TEST(damaged) {
@@ -616,19 +644,34 @@ static const struct {
     {"tail", MOER_DEVICE, {"grad_hidden_states[0,0]", "was not written", "a lost tail"}},
     {"crash", MOER_DEVICE, {"signal 11", "softmax_topk_backward, bfloat16", "N = 0"}},
     {"device", MOER_DEVICE, {"an illegal address", "softmax_topk_backward, bfloat16", "N = 0"}},
-    {"hang", MOER_DEVICE, {"no progress in 3000 ms", "softmax_topk_backward, bfloat16", "N = 0"}},
+    {"hang", MOER_DEVICE, {"no progress in 3000 ms: ", "softmax_topk_backward, bfloat16", "N = 0"}},
+    {"generic hang", MOER_UNAVAILABLE, {"but not under the fast path: softmax", "N = 17", "generic path"}},
+    {"generic crash", MOER_UNAVAILABLE, {"ended by signal 11", "N = 17", "generic path"}},
+    {"generic device", MOER_UNAVAILABLE, {"could not do its work", "N = 17", "an illegal address"}},
 };
 
 START_TEST(the_check_itself) {
     char text[4096];
     setenv("FAKE_PATH", faults[_i].fault, 1);
     ck_assert_int_eq(symlink(SELFCHECK, in_folder("selfcheck")), 0);
-    const int hangs = !strcmp(faults[_i].fault, "hang");
+    const int hangs = strstr(faults[_i].fault, "hang") != NULL;
     const enum moer_status status = moer_tune(device, hangs ? 3000 : LONG_MS, text, sizeof text);
     ck_assert_msg(status == faults[_i].status, "status %d, %s", status, moer_last_error());
     for (int i = 0; i < LENGTH(faults[_i].words); i++)
         HAS(status == MOER_OK ? text : moer_last_error(), faults[_i].words[i]);
     HAS(explain(), status == MOER_OK ? "operations 3" : "operations 0");
+    ck_assert_int_eq(exists(verdict_file), status != MOER_UNAVAILABLE);
+}
+END_TEST
+
+/* A module that has been replaced since the parent loaded it. */
+START_TEST(the_check_of_another_build) {
+    char script[512], text[1024];
+    snprintf(script, sizeof script, "FAKE_BUILD=second exec %s \"$@\"", SELFCHECK);
+    put_script(script);
+    ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
+    HAS(moer_last_error(), "could not do its work: it has another build of the kernels, not first");
+    ck_assert(!exists(verdict_file));
 }
 END_TEST
 
@@ -661,11 +704,13 @@ int main(void) {
         {at_once, 1},
         {another_driver, 1},
         {another_library, 1},
+        {another_build, 1},
         {damaged, LENGTH(damages)},
         {cut_short, 1},
         {too_long, 1},
         {foreign, 1},
         {the_check_itself, LENGTH(faults)},
+        {the_check_of_another_build, 1},
     };
     if (access(MODULE_FOLDER "/cuda.so", R_OK) || access(SELFCHECK, X_OK)) {
         puts("SKIP: no shared objects were built");

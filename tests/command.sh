@@ -115,14 +115,15 @@ check 'check of an unknown operation' 2 "'relu'" check relu
 check 'check of two operations' 2 'too many' check $softmax $sigmoid
 check 'check of an unknown device' 2 "'tpu'" check --device tpu
 check 'tune without a device' 2 '--device is missing' tune
-check 'tune of an unknown device' 2 "'tpu'" tune --device tpu
-check 'tune of the CPU' 2 'the cpu backend has no fast path' tune --device cpu
+for device in cpu cuda cuda: cuda:x tpu; do
+    check "tune of '$device'" 2 "--device '$device' must be cuda:N" tune --device $device
+done
 check 'tune of a GPU that is not here' 2 'moerouter tune: cuda:2147483647: ' tune --device cuda:2147483647
 for seconds in 0 3601 1x ''; do
-    check "tune within '$seconds' seconds" 2 "'$seconds' must be a number from 1 to 3600" tune --device cpu \
+    check "tune within '$seconds' seconds" 2 "'$seconds' must be a number from 1 to 3600" tune --device cuda:0 \
         "--timeout=$seconds"
 done
-check 'argument of tune' 2 "'now'" tune --device cpu now
+check 'argument of tune' 2 "'now'" tune --device cuda:0 now
 check 'bench of an unknown operation' 2 "'relu'" bench relu --json "$work/out"
 for tokens in 0 -1 1,,2 1, ,1 '' 1x 2147483648; do
     check "bench with '$tokens' tokens" 2 'must be a number' bench $softmax --tokens "$tokens" --json "$work/out"
@@ -139,7 +140,7 @@ elif "$MOEROUTER" info | grep -q '^cuda: available'; then
     check 'bench of a GPU that is not here' 2 'no device cuda:999' bench $softmax --device cuda:999 --json "$work/out"
 else
     gpu_bench=idle
-    check 'bench without a GPU' 2 'cuda:0 cannot be used: ' bench $softmax --device cuda:0 --json "$work/out"
+    check 'bench without a GPU' 2 'cuda:0: the cuda backend is not available: ' bench $softmax --device cuda:0 --json "$work/out"
 fi
 if [ $gpu_bench != missing ]; then
     check 'bench of a GPU with too few repeats' 2 'from 50' bench --device cuda:0 --repeats 49 --json "$work/out"

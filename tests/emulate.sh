@@ -32,6 +32,10 @@ found_wrong() {
     PLANTED=$1 "$build/moerouter" tune --device cuda:0 --timeout 10 >"$folder/said" 2>&1 && return 1
     grep "$path: found wrong on .*$2" "$folder/said"
 }
+# info_says WORDS [ARCH]: what MOER_CUDA_ARCH does, with that value.
+info_says() {
+    MOER_CUDA_ARCH=${2-} "$build/moerouter" info >"$folder/said" && grep "$1" "$folder/said"
+}
 for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
     path=${target%:*}
     compile "${target#*:}" "$folder/emulate" tests/emulate_fused.cc
@@ -49,5 +53,11 @@ for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIF
     check "$path: without the tail" found_wrong tail "it was not written, nor was any behind it: a lost tail"
     check "$path: one that hangs" found_wrong hang "no progress in 10000 ms"
     "$build/moerouter" info | grep "'s path $path: "
+    override='^    cuda:0 by MOER_CUDA_ARCH:'
+    check "$path: info of the generic path" info_says "$override generic path, whatever is proven or found\$" generic
+    check "$path: info of the path that is asked for" info_says "$override $path path, whatever" "$path"
+    check "$path: info of a path that is not here" info_says "$override calls are refused: .* is sm_none but must be one" sm_none
+    check "$path: info without it" info_says "'s path $path: .*; found wrong on "
+    ! grep -q MOER_CUDA_ARCH "$folder/said"
 done
 echo "emulate: $passed passed, 0 failed"

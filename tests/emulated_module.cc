@@ -80,6 +80,8 @@ static cudaError_t allocate_host(void **data, size_t bytes) {
 #include "choice.cu"
 #include "paths.cu"
 
+const char moer_cuda_build[] = __DATE__ " " __TIME__;
+
 cudaError_t launch_fused(const struct problem &right, cudaStream_t stream) {
     struct problem wrong = right;
     if (planted("tail") && right.tokens > TILE_TOKENS)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A module that stands in for a device: host memory under the name of cuda. FAKE_MODULE says what is wrong with it.
- * Where FAKE_PATH is set it has a fast path, fake_fast, of which that is the fault ("" for none); FAKE_PROVEN is its
- * evidence, FAKE_DRIVER the driver. */
+ * Where FAKE_PATH is set it has a fast path, fake_fast, of which that is the fault ("" for none; "generic " and one: of
+ * the generic path, for 17 tokens); FAKE_PROVEN is its evidence, FAKE_DRIVER the driver, FAKE_BUILD the build. */
 #define _DEFAULT_SOURCE /* usleep() */
 #include "backend.h"
 #include "tensor.h"
@@ -19,8 +19,16 @@ static const char *unavailable(void) {
     return fake_is("unavailable") ? "no such device today" : NULL;
 }
 
+static const char *build(void) {
+    const char *value = getenv("FAKE_BUILD");
+    return value ? value : "first";
+}
+
 static void info(char *text, size_t size) {
-    snprintf(text, size, getenv("FAKE_PATH") ? "cuda:0: fake, FAKE-0\n" : "devices: none\n");
+    if (getenv("FAKE_PATH"))
+        snprintf(text, size, "build: %s\ncuda:0: fake, FAKE-0\n", build());
+    else
+        snprintf(text, size, "devices: none\n");
 }
 
 /* ---- An operation that is computed, as far as the self-check has it ---- */
@@ -120,12 +128,14 @@ static void add_token(const struct product *with, int64_t n, const float *g) {
         store(with->grad_hidden, n, h, sums[h]);
 }
 
-static enum moer_status break_path(struct moer_message *message) {
-    if (path_is("crash"))
+static enum moer_status break_path(const char *path, struct moer_message *message) {
+    const char *value = getenv("FAKE_PATH");
+    const char *fault = value && !strncmp(value, path, strlen(path)) ? value + strlen(path) : "";
+    if (!strcmp(fault, "crash"))
         raise(SIGSEGV);
-    while (path_is("hang"))
+    while (!strcmp(fault, "hang"))
         pause();
-    return path_is("device") ? moer_fail(message, MOER_DEVICE, "an illegal address") : MOER_OK;
+    return strcmp(fault, "device") ? MOER_OK : moer_fail(message, MOER_DEVICE, "an illegal address");
 }
 
 /* Where it would take too long, or is of float16, nothing is written. */
@@ -150,7 +160,7 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
     const int computed =
         tokens * hidden <= MOST_ELEMENTS && (with.hidden->dtype.code == kDLBfloat || with.hidden->dtype.bits == 32);
     float g[MOST_EXPERTS];
-    if (is_fast && break_path(message))
+    if ((is_fast || tokens == 17) && break_path(is_fast ? "" : "generic ", message))
         return MOER_DEVICE;
     if (!is_fast && tokens >= 1024) /* the slower path */
         usleep(SLOW_US);
@@ -176,7 +186,8 @@ static enum moer_status fast_path(int device, struct moer_fast_path *path, struc
     const char *driver = getenv("FAKE_DRIVER");
     if (device < 0 || device > 1)
         return moer_fail(message, MOER_UNAVAILABLE, "there is no device %d", device);
-    *path = (struct moer_fast_path){.name = device == 0 ? "fake_fast" : NULL, .evidence = getenv("FAKE_PROVEN")};
+    *path = (struct moer_fast_path){
+        .name = device == 0 ? "fake_fast" : NULL, .evidence = getenv("FAKE_PROVEN"), .build = build()};
     snprintf(path->device, sizeof path->device, "FAKE-%d", device);
     snprintf(path->driver, sizeof path->driver, "%s", driver ? driver : "1.0");
     return MOER_OK;

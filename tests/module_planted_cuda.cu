@@ -51,3 +51,6 @@ const struct fast_path moer_cuda_paths[] = {
 #endif
     {},
 };
+
+/* Its verdicts are those of one run of a test. */
+const char moer_cuda_build[] = "planted";

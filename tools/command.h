@@ -55,6 +55,8 @@ int read_operation(const char *name, enum moer_operation *operation);
 int read_dtype(const struct command_option *option, const char *usual, DLDataType *dtype);
 /* "cpu" or "cuda:N". */
 int read_device(const char *name, DLDevice *device);
+/* "cuda:N" alone. */
+int read_gpu(const char *name, DLDevice *device);
 int read_number(const struct command_option *option, uint64_t min, uint64_t max, uint64_t *value);
 int read_size(const struct command_option *option, int64_t min, int64_t max, int64_t *size);
 /* Three options: hidden size, experts and top_k. */

@@ -205,18 +205,25 @@ int read_dtype(const struct command_option *option, const char *usual, DLDataTyp
     return 0;
 }
 
-int read_device(const char *name, DLDevice *device) {
+/* "cuda:N"; 0 where it is not. */
+static int parse_gpu(const char *name, DLDevice *device) {
     char *end;
-    *device = (DLDevice){kDLCPU, 0};
-    if (strcmp(name, "cpu") == 0)
+    if (strncmp(name, "cuda:", 5) != 0 || name[5] < '0' || name[5] > '9')
         return 0;
-    if (strncmp(name, "cuda:", 5) == 0 && name[5] >= '0' && name[5] <= '9') {
-        const unsigned long number = strtoul(name + 5, &end, 10);
-        *device = (DLDevice){kDLCUDA, (int)number};
-        if (*end == '\0' && number <= INT32_MAX)
-            return 0;
-    }
+    const unsigned long number = strtoul(name + 5, &end, 10);
+    *device = (DLDevice){kDLCUDA, (int)number};
+    return *end == '\0' && number <= INT32_MAX;
+}
+
+int read_device(const char *name, DLDevice *device) {
+    *device = (DLDevice){kDLCPU, 0};
+    if (strcmp(name, "cpu") == 0 || parse_gpu(name, device))
+        return 0;
     return complain("--device '%s' must be cpu or cuda:N", name);
+}
+
+int read_gpu(const char *name, DLDevice *device) {
+    return parse_gpu(name, device) ? 0 : complain("--device '%s' must be cuda:N", name);
 }
 
 int read_number(const struct command_option *option, uint64_t min, uint64_t max, uint64_t *value) {

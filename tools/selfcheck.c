@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The self-check of a GPU's fast path, which moer_tune() runs as a process of its own:
  *
- *     selfcheck DEVICE PATH UUID VERSION
+ *     selfcheck DEVICE PATH UUID VERSION BUILD
  *
  * Every case runs by the generic path once, and by the other one several times, each time with outputs and workspace
  * full of NaN; then in two streams at once. The sums are exact, so that all results must have the same bits. Where they
@@ -44,16 +44,17 @@ static void *run_in_stream(void *data) {
 }
 
 static void run_in_streams(const struct selfcheck_case *one, const struct results *must) {
+    static const char two_streams[] = ", two streams";
     struct runner runners[STREAMS] = {{.error = ""}};
     pthread_t threads[STREAMS];
     pthread_barrier_t start;
     pthread_barrier_init(&start, NULL, STREAMS);
-    trial_choose(selfcheck_path);
     for (int i = 0; i < STREAMS; i++) {
         runners[i].start = &start;
         trial_begin(&runners[i].trial, one);
         trial_poison(&runners[i].trial);
     }
+    trial_choose(&runners[0].trial, selfcheck_path, two_streams);
     for (int i = 0; i < STREAMS; i++)
         if (pthread_create(&threads[i], NULL, run_in_stream, &runners[i]))
             report_end("trouble", "there is no thread to be had");
@@ -64,29 +65,24 @@ static void run_in_streams(const struct selfcheck_case *one, const struct result
         if (runners[i].status != MOER_OK)
             report_end(runners[i].status == MOER_DEVICE ? "wrong" : "trouble", "%s", runners[i].error);
         trial_fetch(&runners[i].trial);
-        trial_compare(&runners[i].trial, must, ", two streams");
+        trial_compare(&runners[i].trial, must, two_streams);
         trial_end(&runners[i].trial);
     }
 }
 
 static void check_case(const struct selfcheck_case *one, int streams) {
-    char text[CASE_TEXT];
     struct trial trial;
     struct results must;
-    selfcheck_describe(one, text);
-    report("doing", "%s", text);
     trial_begin(&trial, one);
-    trial_run(&trial, "generic");
+    trial_run(&trial, "generic", "");
     results_take(&must, &trial);
     for (int i = 0; i < REPEATS; i++) {
-        trial_run(&trial, selfcheck_path);
+        trial_run(&trial, selfcheck_path, "");
         trial_compare(&trial, &must, "");
     }
     trial_end(&trial);
-    if (streams) {
-        report("doing", "%s, two streams", text);
+    if (streams)
         run_in_streams(one, &must);
-    }
     results_free(&must);
 }
 
@@ -148,12 +144,12 @@ static int compare_times(const void *a, const void *b) {
 }
 
 /* Nanoseconds of a call: of some in a row, and of a copy of nothing much, which waits for them. */
-static int64_t time_calls(const struct trial *trial, const char *arch) {
+static int64_t time_calls(const struct trial *trial, const char *path) {
     enum { WARM = 3, CALLS = 20 };
     int64_t one = 1, start = 0;
     DLTensor from = *trial->workspace, to = *trial->scratch;
     from.shape = to.shape = &one;
-    trial_choose(arch);
+    trial_choose(trial, path, ", timed");
     for (int i = 0; i < WARM + CALLS; i++) {
         if (i == WARM) {
             need(moer_tensor_copy(&to, &from), trial->one);
@@ -170,9 +166,6 @@ static void time_case(const struct selfcheck_case *one) {
     enum { BATCHES = 9 };
     int64_t fast[BATCHES], generic[BATCHES];
     struct trial trial;
-    char text[CASE_TEXT];
-    selfcheck_describe(one, text);
-    report("doing", "times of %s", text);
     trial_begin(&trial, one);
     for (int i = 0; i < BATCHES; i++) {
         generic[i] = time_calls(&trial, "generic");
@@ -199,13 +192,17 @@ static void time_operation(enum moer_operation operation) {
 
 /* ---- The program ------------------------------------------------------------------------------------------------ */
 
-/* The device of that number must be the one that the parent means, whatever its environment has become. */
-static void check_device(const char *number, const char *uuid) {
-    char text[16384], name[32];
+/* The kernels must be the parent's, and the device of that number the one that it means, whatever has become of the
+ * module's file and the environment. */
+static void check_device(const char *number, const char *uuid, const char *build) {
+    char text[16384], name[32], built[96];
     snprintf(name, sizeof name, "cuda:%s: ", number);
+    snprintf(built, sizeof built, "build: %s\n", build);
     for (size_t i = 0; i < moer_backend_count(); i++) {
         if (strcmp(moer_backend_name(i), "cuda") != 0 || moer_backend_info(i, text, sizeof text) != MOER_OK)
             continue;
+        if (!strstr(text, built))
+            report_end("trouble", "it has another build of the kernels, not %s", build);
         const char *line = strstr(text, name);
         const char *found = line ? strstr(line, uuid) : NULL;
         if (found && memchr(line, '\n', (size_t)(found - line)) == NULL)
@@ -216,8 +213,8 @@ static void check_device(const char *number, const char *uuid) {
 
 int main(int argc, char **argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody else would end it, should it hang */
-    if (argc != 5) {
-        fputs("Usage: selfcheck DEVICE PATH UUID VERSION\n\nFor moer_tune(), see moerouter(3).\n", stderr);
+    if (argc != 6) {
+        fputs("Usage: selfcheck DEVICE PATH UUID VERSION BUILD\n\nFor moer_tune(), see moerouter(3).\n", stderr);
         return 2;
     }
     selfcheck_device.device_id = atoi(argv[1]);
@@ -225,7 +222,7 @@ int main(int argc, char **argv) {
     if (strcmp(argv[4], moer_version()) != 0)
         report_end("trouble", "it has version %s of the library, not %s", moer_version(), argv[4]);
     unsetenv("MOER_VERBOSE");
-    check_device(argv[1], argv[3]);
+    check_device(argv[1], argv[3], argv[5]);
     for (int operation = 0; operation < MOER_OPERATIONS; operation++)
         check_operation((enum moer_operation)operation);
     for (int operation = 0; operation < MOER_OPERATIONS; operation++)

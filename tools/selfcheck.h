@@ -33,16 +33,17 @@ struct trial {
     DLTensor *workspace, *scratch; /* scratch: the workspace's bytes, on the host */
     size_t workspace_size;
 };
+/* Reports that the case is prepared, which is no path's doing. */
 void trial_begin(struct trial *trial, const struct selfcheck_case *one);
 void trial_end(struct trial *trial);
-/* Which path calls take from now on. */
-void trial_choose(const char *path);
+/* Which path calls take from now on, and reports it; how says what is special, as ", two streams". */
+void trial_choose(const struct trial *trial, const char *path, const char *how);
 /* Fills what the call is to write with NaN, on the device. */
 void trial_poison(const struct trial *trial);
 /* Takes the outputs back, which waits for the call. */
 void trial_fetch(const struct trial *trial);
 /* All of these. */
-void trial_run(const struct trial *trial, const char *path);
+void trial_run(const struct trial *trial, const char *path, const char *how);
 
 /* Copies of a case's outputs. */
 struct results {
@@ -52,7 +53,7 @@ struct results {
 void results_take(struct results *results, const struct trial *trial);
 void results_free(struct results *results);
 
-/* The outputs must have the results' bits; when says what was special, as ", two streams". */
-void trial_compare(const struct trial *trial, const struct results *must, const char *when);
+/* The outputs must have the results' bits. */
+void trial_compare(const struct trial *trial, const struct results *must, const char *how);
 
 #endif

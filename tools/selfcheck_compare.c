@@ -55,7 +55,7 @@ static void run_patterns(struct selfcheck_case with, int output, DLTensor *codes
         struct results results;
         with.pattern = (enum pattern)pattern;
         trial_begin(&trial, &with);
-        trial_run(&trial, selfcheck_path);
+        trial_run(&trial, selfcheck_path, ", a pattern");
         results_take(&results, &trial);
         trial_end(&trial);
         codes[pattern] = results.outputs[output];
@@ -114,7 +114,7 @@ static void explain(const struct selfcheck_case *one, int output, char *text, si
 
 /* Says what is wrong with an output, and ends. */
 static void name_fault(const struct selfcheck_case *one, const struct results *must, int output, const DLTensor *is,
-                       int64_t count, int64_t first, const char *when) {
+                       int64_t count, int64_t first, const char *how) {
     char text[CASE_TEXT], why[240] = "with patterns it is right: it depends on the data, or on time";
     const int64_t width = is->shape[1], i = first / width, j = first % width;
     selfcheck_describe(one, text);
@@ -125,20 +125,19 @@ static void name_fault(const struct selfcheck_case *one, const struct results *m
     } else if (output == 2) {
         why[0] = '\0';
     } else {
-        report("doing", "%s: patterns", text);
         explain(one, output, why, sizeof why);
     }
-    report_end("wrong", "%s%s: %s[%lld,%lld] is %g, not %g, one of %lld%s%s", text, when, must->names[output],
+    report_end("wrong", "%s%s: %s[%lld,%lld] is %g, not %g, one of %lld%s%s", text, how, must->names[output],
                (long long)i, (long long)j, get_element(is, i, j, 0), get_element(must->outputs[output], i, j, 0),
                (long long)count, *why ? "; " : "", why);
 }
 
-void trial_compare(const struct trial *trial, const struct results *must, const char *when) {
+void trial_compare(const struct trial *trial, const struct results *must, const char *how) {
     for (int output = 0; output < CALL_OUTPUTS; output++) {
         const DLTensor *is = call_tensor(&trial->host, must->names[output]);
         int64_t first = 0;
         const int64_t count = count_wrong(is, must->outputs[output], &first);
         if (count > 0)
-            name_fault(trial->one, must, output, is, count, first, when);
+            name_fault(trial->one, must, output, is, count, first, how);
     }
 }

@@ -46,7 +46,7 @@ void selfcheck_describe(const struct selfcheck_case *one, char text[CASE_TEXT]) 
              (long long)one->dims.experts, (long long)one->dims.top_k);
 }
 
-/* The last one that was chosen is the fast path. */
+/* What is done now is the fast path's doing. */
 static int is_fast;
 
 /* A device that fails under the fast path is the path's doing; anything else is not. */
@@ -61,12 +61,19 @@ void need(enum moer_status status, const struct selfcheck_case *one) {
 
 /* ---- Calls ------------------------------------------------------------------------------------------------------ */
 
-void trial_choose(const char *arch) {
-    is_fast = strcmp(arch, "generic") != 0;
-    setenv("MOER_CUDA_ARCH", arch, 1);
+void trial_choose(const struct trial *trial, const char *path, const char *how) {
+    char text[CASE_TEXT];
+    selfcheck_describe(trial->one, text);
+    is_fast = strcmp(path, "generic") != 0;
+    report(is_fast ? "fast" : "doing", "%s%s%s", text, how, is_fast ? "" : ", generic path");
+    setenv("MOER_CUDA_ARCH", path, 1);
 }
 
 void trial_begin(struct trial *trial, const struct selfcheck_case *one) {
+    char text[CASE_TEXT];
+    selfcheck_describe(one, text);
+    is_fast = 0;
+    report("doing", "%s, prepared", text);
     trial->one = one;
     call_init(&trial->placed, one->operation);
     need(selfcheck_draw(one, &trial->host), one);
@@ -123,8 +130,8 @@ void trial_fetch(const struct trial *trial) {
             report_end("wrong", "%s: byte %d behind the workspace was written", text, i);
 }
 
-void trial_run(const struct trial *trial, const char *arch) {
-    trial_choose(arch);
+void trial_run(const struct trial *trial, const char *path, const char *how) {
+    trial_choose(trial, path, how);
     trial_poison(trial);
     need(call_run(&trial->placed), trial->one);
     trial_fetch(trial);

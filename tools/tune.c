@@ -17,7 +17,7 @@ int tune_main(int argc, char **argv) {
         return EXIT_TROUBLE;
     if (!options[DEVICE].value)
         return complain("--device is missing");
-    if (read_device(options[DEVICE].value, &device) != 0 || read_size(&options[TIMEOUT], 1, 3600, &seconds) != 0)
+    if (read_gpu(options[DEVICE].value, &device) != 0 || read_size(&options[TIMEOUT], 1, 3600, &seconds) != 0)
         return EXIT_TROUBLE;
     const enum moer_status status = moer_tune(device, (int)seconds * 1000, text, sizeof text);
     fputs(text, stdout);

@@ -332,6 +332,7 @@ enum moer_status fast_path_of(int device, moer_fast_path *path, moer_message *me
     *path = {};
     path->name = path_of(device)->name;
     path->evidence = path_of(device)->evidence;
+    path->build = moer_cuda_build;
     const cudaError_t error = cudaGetDeviceProperties(&properties, device);
     if (error != cudaSuccess)
         return cuda_failed(message, error, "cudaGetDeviceProperties");
@@ -473,13 +474,26 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
                      static_cast<long long>(problem.split_tokens), why);
 }
 
+/* What MOER_CUDA_ARCH makes of a device's calls, where it is set; the length of the line. */
+int print_override(int device, char *text, size_t size) {
+    choice choice;
+    moer_message message;
+    const bool refused = choose_path(MOER_SOFTMAX_TOPK_BACKWARD, device, &choice, &message);
+    if (!choice.forced)
+        return 0;
+    if (refused)
+        return snprintf(text, size, "cuda:%d by MOER_CUDA_ARCH: calls are refused: %s\n", device, message.text);
+    return snprintf(text, size, "cuda:%d by MOER_CUDA_ARCH: %s path, whatever is proven or found\n", device,
+                    choice.kernels == GENERIC ? "generic" : choice.path->name);
+}
+
 void info(char *text, size_t size) {
     int count = 0, driver = 0, runtime = 0;
     cudaGetDeviceCount(&count);
     cudaDriverGetVersion(&driver);
     cudaRuntimeGetVersion(&runtime);
-    int length = snprintf(text, size, "driver: CUDA %d.%d\nruntime: CUDA %d.%d\n", driver / 1000, driver % 1000 / 10,
-                          runtime / 1000, runtime % 1000 / 10);
+    int length = snprintf(text, size, "build: %s\ndriver: CUDA %d.%d\nruntime: CUDA %d.%d\n", moer_cuda_build,
+                          driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     for (int device = 0; device < count && static_cast<size_t>(length) < size; device++) {
         cudaDeviceProp properties;
         if (cudaGetDeviceProperties(&properties, device) != cudaSuccess)
@@ -489,6 +503,8 @@ void info(char *text, size_t size) {
         length += snprintf(text + length, size - length, "cuda:%d: %s, sm_%d%d, %d multiprocessors, %.0f GiB, %s\n",
                            device, properties.name, properties.major, properties.minor, properties.multiProcessorCount,
                            static_cast<double>(properties.totalGlobalMem) / (1 << 30), uuid);
+        if (static_cast<size_t>(length) < size)
+            length += print_override(device, text + length, size - length);
     }
     cudaGetLastError();
 }

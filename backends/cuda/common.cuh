@@ -129,6 +129,9 @@ struct fast_path {
 };
 extern const struct fast_path moer_cuda_paths[];
 
+/* A digest of the compiled kernels, see struct moer_fast_path; the makefile's. */
+extern "C" const char moer_cuda_build[];
+
 enum { MOST_DEVICES = 64 };
 
 /* The list's path for a device, its end where there is none. */

@@ -219,8 +219,8 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
 
 /* A GPU may have a fast path: kernels for its kind alone, beside the generic path, which runs on every GPU. Where the
  * project has proven it on GPUs of that compute capability it runs by default. Elsewhere it runs only after this
- * function has found it right on the very GPU, with the same driver and version of the library, and only for operations
- * that it makes faster; what it has found wrong does not run, proven or not.
+ * function has found it right on the very GPU, with the same driver, version of the library and build of its kernels,
+ * and only for operations that it makes faster; what it has found wrong does not run, proven or not.
  *
  * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
  * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both
@@ -229,16 +229,16 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
  * should be running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
  *
  * device      kDLCUDA or kDLCUDAManaged
- * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too; 0 means
- *             60 s
+ * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too where
+ *             the fast path was running; 0 means 60 s
  * text        the verdict in words, then the times of both paths, a shape a line (size bytes, cut to fit, always
  *             terminated unless size is 0). Untouched where there is no verdict
  *
  * MOER_OK            the path was found right
- * MOER_DEVICE        it was found wrong: its results differ, or the child faulted or hung; the error says at what
+ * MOER_DEVICE        it was found wrong: its results differ, or it faulted or hung; the error says at what
  * MOER_UNSUPPORTED   the device has no fast path
  * MOER_UNAVAILABLE   there is no verdict: no such device, no self-check, no cache folder, or a child that was ended by
- *                    others or could not do its work
+ *                    others, could not do its work, or faulted or hung elsewhere than in the fast path
  * MOER_INVALID       text is NULL but size is not 0, or timeout_ms is negative */
 MOER_API enum moer_status moer_tune(DLDevice device, int timeout_ms, char *text, size_t size);
 

@@ -586,10 +586,6 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
                          "waits for a barrier for ever");
 }
 inline void prefetch_map(const CUtensorMap &) {}
-template <int>
-void take_registers() {}
-template <int>
-void leave_registers() {}
 inline void synchronize(int barrier, int threads) {
     emulated::meet(barrier, static_cast<unsigned>(threads));
 }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void share_registers(int role) {
         if (role < WARPGROUPS)
             take_registers<shape::MORE>();
         else
-            leave_registers<shape::FEWER>();
+            give_registers<shape::FEWER>();
     }
 }
 

@@ -156,19 +156,6 @@ __device__ __forceinline__ void fence_asynchronous() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-/* setmaxnreg (9.7.20.5): from here on a thread has so many registers; by all of a warpgroup. Whoever takes some waits
- * until others have left them. */
-template <int COUNT>
-__device__ __forceinline__ void take_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-template <int COUNT>
-__device__ __forceinline__ void leave_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
-#endif
-
 /* prefetch.tensormap (9.7.9.16): a map will be needed soon. */
 __device__ __forceinline__ void prefetch_map(const CUtensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -226,7 +213,8 @@ __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t a, uint32_
                  : "memory");
 }
 
-/* setmaxnreg (9.7.19.5), by all of a warpgroup: so many registers a thread from here on. */
+/* setmaxnreg (9.7.19.5), by all of a warpgroup: so many registers a thread from here on. Whoever takes some waits until
+ * others have given them. */
 template <int REGISTERS>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -28,21 +28,20 @@ static void explain(enum moer_operation operation, char text[1024]) {
     ck_assert_msg(call_explain(&outline.call, text, 1024) == MOER_OK, "%s", moer_last_error());
 }
 
-static int print_explanations(void) {
-    for (int operation = 0; operation < MOER_OPERATIONS; operation++) {
-        char text[1024];
-        explain((enum moer_operation)operation, text);
-        puts(text);
-    }
-    return EXIT_SUCCESS;
+/* Tests, too, since only those may assert. */
+START_TEST(print_explanation) {
+    char text[1024];
+    explain((enum moer_operation)_i, text);
+    puts(text);
 }
+END_TEST
 
-static int print_verdict(void) {
+START_TEST(print_verdict) {
     char text[4096] = "";
     const enum moer_status status = moer_tune(gpu(), 0, text, sizeof text);
     printf("status %d\n%s%s\n", status, text, moer_last_error());
-    return EXIT_SUCCESS;
 }
+END_TEST
 
 /* What this program prints when it is started with that argument, and modules from that folder. */
 static const char *in_another_process(const char *argument, const char *modules) {
@@ -222,8 +221,10 @@ static int remove_one(const char *path, const struct stat *status, int kind, str
 
 int main(int argc, char **argv) {
     setenv("MOER_TEST_DEVICE", "cuda:0", 0);
-    if (argc > 1)
-        return strcmp(argv[1], "tune") == 0 ? print_verdict() : print_explanations();
+    if (argc > 1) {
+        const struct test prints[] = {{print_explanation, MOER_OPERATIONS}, {print_verdict, 1}};
+        return run_cuda_tests(argv[1], &prints[strcmp(argv[1], "tune") == 0], 1);
+    }
     setenv("MOER_BACKEND_PATH", PLANTED_FOLDER, 1);
     unsetenv("MOER_CUDA_ARCH");
     char text[8192] = "";

@@ -256,9 +256,10 @@ END_TEST
 
 /* The same token over and over: what rounding takes from a running sum is then the same each time, and adds up. */
 START_TEST(repeated_token) {
+    static const struct dims dims[] = {{40000, 40, 8, 2}, {8192, 40, 136, 2}};
     struct plan plan = {.operation = (enum moer_operation)(_i % MOER_OPERATIONS),
-                        .dims = {40000, 40, 8, 2},
-                        .type = (enum type)(_i / MOER_OPERATIONS),
+                        .dims = dims[_i / MOER_OPERATIONS / TYPES],
+                        .type = (enum type)(_i / MOER_OPERATIONS % TYPES),
                         .absent = MASK,
                         .wide = OUTPUTS,
                         .seed = 9};
@@ -339,7 +340,7 @@ int main(void) {
         {accumulates, MOER_OPERATIONS * TYPES},
         {no_tokens, MOER_OPERATIONS * TYPES},
         {one_sign, MOER_OPERATIONS * TYPES},
-        {repeated_token, MOER_OPERATIONS * TYPES},
+        {repeated_token, 2 * MOER_OPERATIONS * TYPES},
         {many_experts, MOER_OPERATIONS},
         {equal_terms, MOER_OPERATIONS},
         {scaling_factor, TYPES},

@@ -179,7 +179,7 @@ static void time_case(const struct selfcheck_case *one) {
            (long long)fast[BATCHES / 2], (long long)generic[BATCHES / 2]);
 }
 
-/* The public suite's sizes, with numbers of tokens that take one kernel and that take two. */
+/* The public suite's sizes, few tokens and many. */
 static void time_operation(enum moer_operation operation) {
     static const int64_t tokens[] = {1024, 2048, 8192, 16384};
     struct selfcheck_case one = {

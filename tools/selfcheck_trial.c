@@ -131,8 +131,8 @@ void trial_fetch(const struct trial *trial) {
 }
 
 void trial_run(const struct trial *trial, const char *path, const char *how) {
-    trial_choose(trial, path, how);
     trial_poison(trial);
+    trial_choose(trial, path, how);
     need(call_run(&trial->placed), trial->one);
     trial_fetch(trial);
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value;
- * logits.cu or entries.cu makes G, products.cu or fused.cu multiplies it, launch order and memory are backend.cu's. */
+ * logits.cu or entries.cu makes G, products.cu, fused.cu or wide.cu multiplies it, launch order and memory are
+ * backend.cu's. */
 #pragma once
 
 #include <cuda_bf16.h>

@@ -6,9 +6,9 @@
  * - A weight block has a slice of columns, and all experts or a part of them: G^T times hidden states. Those come by
  *   tensor copies, which do not wait for the kernel before.
  * - A hidden block has a run of items: tiles of tokens by 128 columns of grad_hidden_states, one below the other and
- * then the next columns. Two warpgroups share them: G times the gate, whose columns come by tensor copies while the
- * ones before are in use. A warp stores results by tensor copies; on an H200 stores of registers took three times as
- * long as the products.
+ * then the next columns. Two warpgroups share or alternate: G times the gate, whose columns come by tensor copies while
+ * the ones before are in use. A warp stores results by tensor copies; on an H200 stores of registers took three times
+ * as long as the products.
  * - Others bring G to either, once the kernel before is done: a thread copies tiles, which that has left as they are to
  *   lie in shared memory; or warps scatter entries, K a token, into tiles of zeros.
  *
@@ -422,7 +422,7 @@ cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
     shares shares = divide<shape>(problem, processors);
     shares.tiles = static_cast<int>(divide_up(problem.tokens, shape::TOKENS));
     const int left = processors - shares.weight_blocks;
-    const int hidden_blocks = left > processors / 4 ? left : processors / 4;
+    const int fewest = processors < 4 ? 1 : processors / 4, hidden_blocks = left > fewest ? left : fewest;
     const int items = static_cast<int>(divide_up(problem.hidden, HIDDEN_COLUMNS)) * shares.tiles;
     shares.items = items / hidden_blocks;
     shares.rest = items % hidden_blocks;

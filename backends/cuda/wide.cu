@@ -38,8 +38,7 @@ enum {
     ROOM = STAGES * STAGE_BYTES + MULTIPLIERS * RESULT_SLOTS * PANEL_BYTES,
     BYTES =
         ROOM + STAGES * 24, /* barriers: of the ring, and one for each stage that the first warpgroup has taken up */
-    LEAD = 2,               /* steps of grad_hidden_states that the first warpgroup goes ahead */
-    LONGEST_SPLIT = 8192
+    LEAD = 2                /* steps of grad_hidden_states that the first warpgroup goes ahead */
 };
 
 /* What the kernel works on, by the host's choice. The first so many clusters have one unit of the weight gradient more
@@ -358,7 +357,7 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- The host's choice ---- */
 
-/* Units and what they cost, in eighths of a step: a step's products, and what a tile's results add. To be measured. */
+/* Units and what they cost, in eighths of a step: a step's products, and what a tile's results add. Estimates. */
 enum { STEP_COST = 8, STORE_COST = 4, PARTIALS_COST = 32, REDUCTION_COST = 40, REDUCED_AT_ONCE = 80000 };
 
 struct units {
@@ -407,7 +406,7 @@ template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
     const typed_rows &out = problem.grad_weight;
     const int64_t experts = problem.experts;
-    const int clusters = attribute(cudaDevAttrMultiProcessorCount) / CLUSTER;
+    const int pairs = attribute(cudaDevAttrMultiProcessorCount) / CLUSTER, clusters = pairs > 0 ? pairs : 1;
     work work{};
     work.whole = problem.splits == 1 && !problem.accumulate && out.type == problem.type && is_aligned(out, 2) &&
                  out.stride >= problem.hidden;
@@ -453,7 +452,7 @@ int64_t choose_wide_split(const problem &problem) {
     int64_t best = 0, best_cost = 0;
     work work;
     const units hidden = hidden_units(problem, &work);
-    const int64_t fewest = divide_up(problem.tokens, LONGEST_SPLIT);
+    const int64_t fewest = divide_up(problem.tokens, LONGEST_CHAIN);
     for (int64_t splits = fewest; splits <= fewest * MOST_SPLITS; splits += divide_up(splits, 2)) {
         const int64_t tokens = divide_up(divide_up(problem.tokens, splits), PANEL) * PANEL;
         if (best && tokens < FEWEST)

@@ -29,7 +29,7 @@ OPERATIONS = {
 PATHS = {
     "default": ({"9.0": "sm_90a, by wgmma", "10.0": "generic, by mma.sync"}, ["-DMOER_CUDA_SM90A"]),
     "generic": ({"9.0": "generic, by mma.sync", "10.0": "generic, by mma.sync"}, []),
-    "tcgen05": ({"9.0": "sm_90a, by wgmma", "10.0": "sm_100f, by tcgen05, which has not been proven on one"},
+    "tcgen05": ({"9.0": "sm_90a, by wgmma", "10.0": "sm_100f, by tcgen05, which has not been proven on one: no GPU has run it"},
                 ["-DMOER_CUDA_SM90A", "-DMOER_CUDA_SM100F", "-DMOER_SOLUTION_UNPROVEN"]),
 }
 # As the library is compiled: the suite's default, --use_fast_math, would change the bits. Targets are named, since the

@@ -51,7 +51,7 @@ if [ -f "$libdir/moerouter/cuda.so" ]; then
     check 'the CUDA module needs no CUDA library' \
         sh -c "! readelf -d '$libdir/moerouter/cuda.so' | grep -iE 'NEEDED.*(cuda|nvidia)'"
     check 'the self-check lies beside the module, and runs' sh -c \
-        "LD_LIBRARY_PATH='$libdir' '$libdir/moerouter/selfcheck' 0 none GPU-none '$(PKG_CONFIG_PATH=$build pkg-config --modversion moerouter)' |
+        "LD_LIBRARY_PATH='$libdir' '$libdir/moerouter/selfcheck' 0 none GPU-none '$(PKG_CONFIG_PATH=$build pkg-config --modversion moerouter)' none |
             grep -q '^trouble cuda:0 is not GPU-none here'"
 fi
 check 'the header compiles as C++' sh -c \

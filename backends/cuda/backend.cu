@@ -12,7 +12,8 @@
 #include <limits.h>
 #include <pthread.h>
 
-namespace {
+/* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
+namespace moer_cuda {
 
 enum { MOST_EXPERTS = 1024, MOST_SLOTS = 64 };
 
@@ -551,8 +552,8 @@ const moer_backend backend = {
     .permit = permit_path,
 };
 
-} // namespace
+} // namespace moer_cuda
 
 extern "C" const struct moer_backend *moer_backend_entry(void) {
-    return &backend;
+    return &moer_cuda::backend;
 }

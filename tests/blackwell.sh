@@ -47,8 +47,9 @@ count $((kernels * (2 + 2 + 2))) 'tcgen05.fence::before_thread_sync'
 count $((kernels * (2 + 2 + 2 + 2))) 'tcgen05.fence::after_thread_sync'
 # Two halves of an item; entries in two slots of either block.
 count $((kernels * 2 + kernels / 2 * 4)) 'fence.proxy.async.shared::cta'
-# Two panels of hidden states, and of the gate, in two places; two halves of an item; tiles or entries of either block.
-count $((kernels * (2 + 4))) 'cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
+# Two panels of hidden states and of the gate, of either in two places: first thing and later; two halves of an item; tiles or
+# entries of either block.
+count $((kernels * (4 + 4))) 'cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes '
 count $((kernels * 2)) 'cp.async.bulk.tensor.2d.global.shared::cta.bulk_group '
 count $((kernels * 2)) 'cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes '
 count 0 '.local'

@@ -67,14 +67,12 @@ enum moer_line { MOER_LINE_SENSELESS, MOER_LINE_TIME, MOER_LINE_LAST };
 enum moer_line moer_read_verdict_line(struct moer_verdict *verdict, const char *line);
 /* What a verdict says, in words. */
 void moer_describe_verdict(const struct moer_verdict *verdict, char *text, size_t size);
-/* Makes the user's folder of verdicts where it is missing, and the name of the path's file in it. */
-enum moer_status moer_verdict_file(const struct moer_fast_path *path, char *file, size_t size,
-                                   struct moer_message *message);
+/* Says where the verdict is stored, "stored in FILE", or why it is "not stored". */
 enum moer_status moer_store_verdict(const struct moer_fast_path *path, const struct moer_verdict *verdict,
-                                    struct moer_message *message);
-/* Gives the backend its permit for the device's fast path, by the policy and the stored verdict: once in a process, or
- * anew. */
-void moer_settle(const struct moer_backend *backend, int device, int anew);
+                                    struct moer_message *place);
+/* Gives the backend its permit for the device's fast path, by the policy and a verdict: once in a process by the stored
+ * one, and anew by each that there is now, if not NULL. */
+void moer_settle(const struct moer_backend *backend, int device, const struct moer_verdict *now);
 /* The reason of the permit; NULL where the device has no fast path, or is not there. */
 const char *moer_settled_reason(int device);
 

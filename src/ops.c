@@ -89,7 +89,7 @@ static enum moer_status run(enum moer_operation operation, const char *function,
         status = moer_fail(&message, MOER_INVALID, "workspace_size is %zu but this call needs %zu bytes",
                            args.common.workspace_size, needed);
     if (!status) {
-        moer_settle(backend, moer_args_device(operation, &args).device_id, 0);
+        moer_settle(backend, moer_args_device(operation, &args).device_id, NULL);
         const char *verbose = getenv("MOER_VERBOSE");
         if (verbose && !strcmp(verbose, "1"))
             print_call(operation, &args, backend);
@@ -118,7 +118,7 @@ static enum moer_status explain(enum moer_operation operation, const char *funct
     enum moer_status status = text || !size ? choose(operation, caller, MOER_SHAPES, &args, &backend, &message)
                                             : moer_fail(&message, MOER_INVALID, "text is NULL");
     if (!status)
-        moer_settle(backend, moer_args_device(operation, &args).device_id, 0);
+        moer_settle(backend, moer_args_device(operation, &args).device_id, NULL);
     if (!status)
         status = backend->explain(operation, &args, &message);
     if (!status)

@@ -131,7 +131,7 @@ static void print_info(const struct moer_backend *backend, char *text, size_t si
     backend->info(text, size);
     for (int device = 0; backend->fast_path && !backend->fast_path(device, &path, &message); device++) {
         const size_t length = strlen(text);
-        moer_settle(backend, device, 0);
+        moer_settle(backend, device, NULL);
         if (path.name && moer_settled_reason(device))
             snprintf(text + length, size - length, "%s:%d's path %s: %s\n", backend->name, device, path.name,
                      moer_settled_reason(device));

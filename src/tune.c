@@ -240,10 +240,10 @@ static enum moer_status self_check(int device, const struct moer_fast_path *path
 /* ---- The function ----------------------------------------------------------------------------------------------- */
 
 /* The verdict, where it is, and a line a timing. */
-static void describe(const struct moer_verdict *verdict, const char *name, const char *file, char *text, size_t size) {
+static void describe(const struct moer_verdict *verdict, const char *name, const char *place, char *text, size_t size) {
     char words[512];
     moer_describe_verdict(verdict, words, sizeof words);
-    int length = snprintf(text, size, "%s: %s\nstored in %s\n", name, words, file);
+    int length = snprintf(text, size, "%s: %s\n%s\n", name, words, place);
     for (size_t i = 0; i < verdict->timing_count && (size_t)length < size; i++) {
         const struct moer_timing *timing = &verdict->timings[i];
         length +=
@@ -257,7 +257,7 @@ static void describe(const struct moer_verdict *verdict, const char *name, const
 
 static enum moer_status tune(DLDevice device, int timeout_ms, char *text, size_t size, struct moer_message *message) {
     struct moer_fast_path path = {.name = NULL};
-    char file[MOST_PATH];
+    struct moer_message place;
     enum moer_status status = MOER_OK;
     if (!text && size > 0)
         return moer_fail(message, MOER_INVALID, "text is NULL");
@@ -269,8 +269,6 @@ static enum moer_status tune(DLDevice device, int timeout_ms, char *text, size_t
     if (!status && !path.name)
         return moer_fail(message, MOER_UNSUPPORTED, "the %s backend has no fast path on device %d", backend->name,
                          device.device_id);
-    if (!status)
-        status = moer_verdict_file(&path, file, sizeof file, message);
     if (status)
         return status;
     struct report report = {.ended = 0};
@@ -280,13 +278,17 @@ static enum moer_status tune(DLDevice device, int timeout_ms, char *text, size_t
     const time_t now = time(NULL);
     struct tm date;
     strftime(report.verdict.date, sizeof report.verdict.date, "%Y-%m-%d", gmtime_r(&now, &date));
-    status = moer_store_verdict(&path, &report.verdict, message);
-    if (status)
-        return status;
-    moer_settle(backend, device.device_id, 1);
-    describe(&report.verdict, path.name, file, text, size);
-    return report.verdict.right ? MOER_OK
-                                : moer_fail(message, MOER_DEVICE, "%s is wrong: %s", path.name, report.verdict.wrong);
+    status = moer_store_verdict(&path, &report.verdict, &place);
+    /* One that is not stored counts against the path alone. */
+    if (!status || !report.verdict.right)
+        moer_settle(backend, device.device_id, &report.verdict);
+    describe(&report.verdict, path.name, place.text, text, size);
+    if (report.verdict.right)
+        return status
+                   ? moer_fail(message, status, "%s was found right, but the verdict is %.400s", path.name, place.text)
+                   : MOER_OK;
+    return moer_fail(message, MOER_DEVICE, "%s is wrong: %.*s%s%s", path.name, status ? 280 : 400, report.verdict.wrong,
+                     status ? "; the verdict is " : "", status ? place.text : "");
 }
 
 enum moer_status moer_tune(DLDevice device, int timeout_ms, char *text, size_t size) {

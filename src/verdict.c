@@ -6,9 +6,9 @@
  * shape, since the bits of a token's row must not depend on how many others there are. A path that has been found wrong
  * does not run, proven or not.
  *
- * A verdict is a file in the user's cache folder, of one device, path, driver, version of the library and build of its
- * kernels; for any other it does not count. A file that anybody else can have written, or of which a byte makes no
- * sense, is ignored. */
+ * A verdict is a file in the user's cache folder, of one device, path, version of the library and build of its kernels,
+ * which its name says; for any other driver than its own it does not count. A file that anybody else can have written,
+ * or of which a byte makes no sense, is ignored. */
 #include "config.h"
 #include "internal.h"
 #include <errno.h>
@@ -23,7 +23,7 @@
 #include <unistd.h>
 
 enum { MOST_DEVICES = 64, MOST_BYTES = 16384, MOST_PATH = 4096 };
-static const char format[] = "moerouter verdict 1";
+static const char format[] = "moerouter verdict 2";
 
 /* ---- Lines ------------------------------------------------------------------------------------------------------ */
 
@@ -66,16 +66,24 @@ enum moer_line moer_read_verdict_line(struct moer_verdict *verdict, const char *
     return MOER_LINE_LAST;
 }
 
+/* What a verdict may hold beside the ends of its lines: nothing that a terminal obeys. */
+static int is_plain(char c) {
+    return c >= ' ' && c <= '~';
+}
+
 static void write_verdict(FILE *file, const struct moer_fast_path *path, const struct moer_verdict *verdict) {
-    fprintf(file, "%s\nlibrary %s\nbuild %s\ndriver %s\ndevice %s\npath %s\ndate %s\n", format, PACKAGE_VERSION,
-            path->build, path->driver, path->device, path->name, verdict->date);
+    fprintf(file, "%s\nlibrary %s\nbuild %s\ndevice %s\npath %s\ndriver %s\ndate %s\n", format, PACKAGE_VERSION,
+            path->build, path->device, path->name, path->driver, verdict->date);
     for (size_t i = 0; i < verdict->timing_count; i++) {
         const struct moer_timing *timing = &verdict->timings[i];
         fprintf(file, "time %s %lld %lld %lld %lld %lld %lld\n", moer_operation_table[timing->operation].name,
                 (long long)timing->tokens, (long long)timing->hidden, (long long)timing->experts,
                 (long long)timing->top_k, (long long)timing->fast, (long long)timing->generic);
     }
-    fprintf(file, verdict->right ? "right\n" : "wrong %s\n", verdict->wrong);
+    fputs(verdict->right ? "right" : "wrong ", file);
+    for (const char *c = verdict->wrong; *c; c++)
+        fputc(is_plain(*c) ? *c : '?', file);
+    fputc('\n', file);
 }
 
 /* How many times as fast as the generic path it was, by the geometric mean; 0 where it was not timed. */
@@ -115,31 +123,20 @@ static int cache_folder(char *folder, size_t size) {
 }
 
 static int name_file(const struct moer_fast_path *path, const char *folder, char *file, size_t size) {
-    return snprintf(file, size, "%s/" PACKAGE "/%s.%s", folder, path->device, path->name) < (int)size;
-}
-
-enum moer_status moer_verdict_file(const struct moer_fast_path *path, char *file, size_t size,
-                                   struct moer_message *message) {
-    char folder[MOST_PATH], own[MOST_PATH + sizeof PACKAGE];
-    if (!cache_folder(folder, sizeof folder) || !name_file(path, folder, file, size))
-        return moer_fail(message, MOER_UNAVAILABLE,
-                         "there is no folder for the verdict: neither XDG_CACHE_HOME nor HOME is an absolute path");
-    snprintf(own, sizeof own, "%s/" PACKAGE, folder);
-    mkdir(folder, 0700); /* where one is missing, the next says so */
-    if ((mkdir(own, 0700) && errno != EEXIST) || access(own, W_OK | X_OK))
-        return moer_fail(message, MOER_UNAVAILABLE, "there is no folder for the verdict: %.400s: %s", own,
-                         strerror(errno));
-    return MOER_OK;
+    return snprintf(file, size, "%s/" PACKAGE "/%s.%s.%s.%s", folder, path->device, path->name, PACKAGE_VERSION,
+                    path->build) < (int)size;
 }
 
 /* Under another name first, so that nobody ever reads half of it. */
 enum moer_status moer_store_verdict(const struct moer_fast_path *path, const struct moer_verdict *verdict,
-                                    struct moer_message *message) {
-    char file[MOST_PATH], temporary[MOST_PATH + 8];
-    enum moer_status status = moer_verdict_file(path, file, sizeof file, message);
-    if (status)
-        return status;
+                                    struct moer_message *place) {
+    char folder[MOST_PATH], own[MOST_PATH + sizeof PACKAGE], file[MOST_PATH], temporary[MOST_PATH + 8];
+    if (!cache_folder(folder, sizeof folder) || !name_file(path, folder, file, sizeof file))
+        return moer_fail(place, MOER_UNAVAILABLE, "not stored: neither XDG_CACHE_HOME nor HOME is an absolute path");
+    snprintf(own, sizeof own, "%s/" PACKAGE, folder);
     snprintf(temporary, sizeof temporary, "%s.XXXXXX", file);
+    mkdir(folder, 0700); /* where one is missing, the file's opening says so */
+    mkdir(own, 0700);
     const int fd = mkostemp(temporary, O_CLOEXEC);
     FILE *stream = fd < 0 ? NULL : fdopen(fd, "w");
     if (stream) {
@@ -147,13 +144,14 @@ enum moer_status moer_store_verdict(const struct moer_fast_path *path, const str
         int failed = fflush(stream) || fsync(fd);
         failed |= fclose(stream);
         if (!failed && !rename(temporary, file))
-            return MOER_OK;
+            return moer_fail(place, MOER_OK, "stored in %s", file);
     }
-    status =
-        moer_fail(message, MOER_UNAVAILABLE, "the verdict could not be written to %.400s: %s", file, strerror(errno));
+    moer_fail(place, MOER_UNAVAILABLE, "not stored: %s: %s", strerror(errno), file);
     if (fd >= 0)
         unlink(temporary);
-    return status;
+    if (!verdict->right && !path->evidence)
+        unlink(file); /* an older one, by which the path would run in the next process */
+    return MOER_UNAVAILABLE;
 }
 
 /* The whole file as a string; NULL where it is not there or, with the reason, not to be trusted. */
@@ -174,7 +172,10 @@ static char *read_file(const char *file, char *text, const char **ignored) {
     while (!*ignored && length < MOST_BYTES && (got = read(fd, text + length, MOST_BYTES - length)) > 0)
         length += (size_t)got;
     close(fd);
-    if (!*ignored && (got < 0 || length == MOST_BYTES || memchr(text, '\0', length)))
+    int damaged = got < 0 || length == MOST_BYTES;
+    for (size_t i = 0; i < length && !damaged; i++)
+        damaged = !is_plain(text[i]) && text[i] != '\n';
+    if (!*ignored && damaged)
         *ignored = "it is damaged";
     text[*ignored ? 0 : length] = '\0';
     return *ignored ? NULL : text;
@@ -197,46 +198,49 @@ static const char *next_value(char **text, const char *name) {
     return line && !strncmp(line, name, length) && line[length] == ' ' ? line + length + 1 : NULL;
 }
 
-enum found { NONE, STALE, DAMAGED, FOUND };
+enum found { NONE, STALE, UNKNOWN, DAMAGED, FOUND };
 
-/* Reads a verdict; what is STALE is right but for the library, its build or the driver, which why names. */
+/* Reads a verdict; what is STALE is right but for the driver, which why names. */
 static enum found parse(char *text, const struct moer_fast_path *path, struct moer_verdict *verdict,
                         struct moer_message *why) {
-    const char *first = next_line(&text), *library = next_value(&text, "library"), *build = next_value(&text, "build"),
-               *driver = next_value(&text, "driver"), *device = next_value(&text, "device"),
-               *name = next_value(&text, "path"), *date = next_value(&text, "date"), *line = NULL;
+    const char *const first = next_line(&text), *const named[][2] = {{"library", PACKAGE_VERSION},
+                                                                     {"build", path->build},
+                                                                     {"device", path->device},
+                                                                     {"path", path->name}};
+    if (first && strcmp(first, format) != 0)
+        return UNKNOWN;
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+        const char *value = next_value(&text, named[i][0]);
+        if (!value || strcmp(value, named[i][1]) != 0)
+            return DAMAGED;
+    }
+    const char *driver = next_value(&text, "driver"), *date = next_value(&text, "date"), *line = NULL;
     enum moer_line kind = MOER_LINE_TIME;
-    if (!first || strcmp(first, format) || !library || !build || !driver || !device || strcmp(device, path->device) ||
-        !name || strcmp(name, path->name) || !date || strlen(date) >= sizeof verdict->date)
+    if (!driver || !date || strlen(date) >= sizeof verdict->date)
         return DAMAGED;
     moer_copy_text(verdict->date, sizeof verdict->date, date);
     while (kind == MOER_LINE_TIME)
         kind = (line = next_line(&text)) ? moer_read_verdict_line(verdict, line) : MOER_LINE_SENSELESS;
     if (kind == MOER_LINE_SENSELESS || *text)
         return DAMAGED;
-    const char *const bound[][3] = {{"moerouter", library, PACKAGE_VERSION},
-                                    {"another build of the kernels,", build, path->build},
-                                    {"driver", driver, path->driver}};
-    for (size_t i = 0; i < sizeof bound / sizeof *bound; i++)
-        if (strcmp(bound[i][1], bound[i][2]) != 0) {
-            moer_fail(why, MOER_OK, "the verdict of %s does not count: it is of %s %.64s", date, bound[i][0],
-                      bound[i][1]);
-            return STALE;
-        }
-    return FOUND;
+    if (strcmp(driver, path->driver) == 0)
+        return FOUND;
+    moer_fail(why, MOER_OK, "the verdict of %s does not count: it is of driver %.64s", date, driver);
+    return STALE;
 }
 
 static enum found load(const struct moer_fast_path *path, struct moer_verdict *verdict, struct moer_message *why) {
+    static const char *const senseless[FOUND + 1] = {
+        [UNKNOWN] = "it is of another format", [DAMAGED] = "it is damaged"};
     char folder[MOST_PATH], file[MOST_PATH], text[MOST_BYTES + 1];
     const char *ignored = NULL;
+    enum found found = NONE;
     if (!cache_folder(folder, sizeof folder) || !name_file(path, folder, file, sizeof file))
         return NONE;
-    memset(verdict, 0, sizeof *verdict);
-    enum found found = NONE;
-    if (read_file(file, text, &ignored))
+    if (read_file(file, text, &ignored)) {
         found = parse(text, path, verdict, why);
-    if (found == DAMAGED)
-        ignored = "it is damaged";
+        ignored = senseless[found];
+    }
     if (!ignored)
         return found;
     fprintf(stderr, "moerouter: %s is ignored: %s\n", file, ignored);
@@ -246,10 +250,10 @@ static enum found load(const struct moer_fast_path *path, struct moer_verdict *v
 
 /* ---- The policy ------------------------------------------------------------------------------------------------- */
 
-static void decide(const struct moer_fast_path *path, struct moer_permit *permit) {
-    struct moer_verdict verdict;
+static void decide(const struct moer_fast_path *path, const struct moer_verdict *now, struct moer_permit *permit) {
+    struct moer_verdict verdict = now ? *now : (struct moer_verdict){0};
     struct moer_message why = {"there is no verdict"};
-    const enum found found = load(path, &verdict, &why);
+    const enum found found = now ? FOUND : load(path, &verdict, &why);
     const int counts = found == FOUND;
     if (counts)
         moer_describe_verdict(&verdict, why.text, sizeof why.text);
@@ -273,7 +277,7 @@ static const struct kept no_path;
 /* By the device's number; one backend alone has fast paths. */
 static const struct kept *_Atomic settled[MOST_DEVICES];
 
-static void settle(const struct moer_backend *backend, int device) {
+static void settle(const struct moer_backend *backend, int device, const struct moer_verdict *now) {
     struct moer_fast_path path;
     struct moer_message message;
     struct kept *kept = NULL;
@@ -283,19 +287,19 @@ static void settle(const struct moer_backend *backend, int device) {
         return;
     if (path.name) {
         kept->before = atomic_load(&settled[device]);
-        decide(&path, &kept->permit);
+        decide(&path, now, &kept->permit);
         backend->permit(device, &kept->permit);
     }
     atomic_store(&settled[device], path.name ? kept : &no_path);
 }
 
-void moer_settle(const struct moer_backend *backend, int device, int anew) {
+void moer_settle(const struct moer_backend *backend, int device, const struct moer_verdict *now) {
     static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-    if (!backend->fast_path || device < 0 || device >= MOST_DEVICES || (atomic_load(&settled[device]) && !anew))
+    if (!backend->fast_path || device < 0 || device >= MOST_DEVICES || (atomic_load(&settled[device]) && !now))
         return;
     pthread_mutex_lock(&mutex);
-    if (!atomic_load(&settled[device]) || anew)
-        settle(backend, device);
+    if (!atomic_load(&settled[device]) || now)
+        settle(backend, device, now);
     pthread_mutex_unlock(&mutex);
 }
 

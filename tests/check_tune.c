@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/wait.h>
@@ -31,7 +32,7 @@ static const DLDevice device = {kDLCUDA, 0};
 static char folder[64], verdict_file[128];
 
 static const char *in_folder(const char *name) {
-    static char path[128];
+    static char path[192];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     return path;
 }
@@ -58,7 +59,7 @@ static char *read_text(const char *path) {
 static void set_up(void) {
     snprintf(folder, sizeof folder, "/tmp/moerouter-XXXXXX");
     ck_assert_ptr_nonnull(mkdtemp(folder));
-    snprintf(verdict_file, sizeof verdict_file, "%s/cache/moerouter/FAKE-0.fake_fast", folder);
+    snprintf(verdict_file, sizeof verdict_file, "%s/cache/moerouter/FAKE-0.fake_fast.%s.first", folder, moer_version());
     ck_assert_int_eq(symlink(MODULE_FOLDER "/cuda.so", in_folder("cuda.so")), 0);
     setenv("MOER_BACKEND_PATH", folder, 1);
     setenv("XDG_CACHE_HOME", in_folder("cache"), 1);
@@ -90,9 +91,20 @@ static const char good_script[] = "echo doing something\n"
                                   "echo time sigmoid_topk_backward 1024 5120 160 8 3000 2000\n"
                                   "echo right";
 
+static int disk_is_full; /* no file takes a byte: only meanwhile, since the tests' own messages go to one */
+
 static enum moer_status tune(char text[1024], int timeout_ms) {
+    struct rlimit before, none;
     strcpy(text, "untouched");
-    return moer_tune(device, timeout_ms, text, 1024);
+    getrlimit(RLIMIT_FSIZE, &before);
+    none = before;
+    if (disk_is_full)
+        none.rlim_cur = 0;
+    signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &none);
+    const enum moer_status status = moer_tune(device, timeout_ms, text, 1024);
+    setrlimit(RLIMIT_FSIZE, &before);
+    return status;
 }
 
 static void tune_well(void) {
@@ -124,7 +136,7 @@ static int exists(const char *path) {
 
 /* Runs a part of a test in a process of its own, as if the program had been started again; what it says on stderr. */
 static char *in_another_process(void (*part)(void)) {
-    static char path[128];
+    static char path[192];
     snprintf(path, sizeof path, "%s", in_folder("stderr"));
     fflush(NULL);
     const pid_t child = fork();
@@ -218,9 +230,11 @@ START_TEST(endings_of_the_check) {
     ck_assert_int_eq(waitpid(-1, NULL, WNOHANG), -1);
     ck_assert_int_eq(errno, ECHILD);
     DIR *own = opendir(in_folder("cache/moerouter"));
-    for (struct dirent *entry; (entry = readdir(own));)
-        ck_assert_msg(entry->d_name[0] == '.' || !strcmp(entry->d_name, "FAKE-0.fake_fast"), "%s", entry->d_name);
-    closedir(own);
+    for (struct dirent *entry; own && (entry = readdir(own));)
+        ck_assert_msg(entry->d_name[0] == '.' || !strcmp(entry->d_name, strrchr(verdict_file, '/') + 1), "%s",
+                      entry->d_name);
+    if (own)
+        closedir(own);
 }
 END_TEST
 
@@ -400,23 +414,100 @@ START_TEST(refusals) {
 }
 END_TEST
 
-/* No folder, no verdict, and no check. */
-START_TEST(no_cache_folder) {
-    static const char *const caches[] = {NULL, "", "relative/cache", "/dev/null/cache", "/proc/moerouter"};
-    char text[1024];
-    mark();
+/* ---- Verdicts that cannot be stored ----------------------------------------------------------------------------- */
+
+static void set_cache(const char *folder) {
     unsetenv("HOME");
-    for (int i = 0; i < LENGTH(caches); i++) {
-        if (caches[i])
-            setenv("XDG_CACHE_HOME", caches[i], 1);
-        else
-            unsetenv("XDG_CACHE_HOME");
-        ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
-        HAS(moer_last_error(), "there is no folder for the verdict");
-        ck_assert_str_eq(text, "untouched");
-        ck_assert(!exists(in_folder("ran")));
-    }
-    HAS(explain(), "there is no verdict");
+    unsetenv("XDG_CACHE_HOME");
+    if (folder)
+        setenv("XDG_CACHE_HOME", folder, 1);
+}
+
+static void no_cache(void) {
+    set_cache(NULL);
+}
+
+static void relative_cache(void) {
+    set_cache("relative/cache");
+}
+
+static void no_folder_there(void) {
+    set_cache("/dev/null/cache");
+}
+
+static void read_only_folder(void) {
+    set_cache("/proc/moerouter");
+}
+
+static void folder_of_that_name(void) {
+    mkdir(in_folder("cache"), 0700);
+    mkdir(in_folder("cache/moerouter"), 0700);
+    ck_assert_int_eq(mkdir(verdict_file, 0700), 0);
+}
+
+static void full_disk(void) {
+    disk_is_full = 1;
+}
+
+static const struct {
+    void (*prepare)(void);
+    const char *words;
+} obstacles[] = {
+    {no_cache, "not stored: neither XDG_CACHE_HOME nor HOME is an absolute path"},
+    {relative_cache, "not stored: neither XDG_CACHE_HOME nor HOME is an absolute path"},
+    {no_folder_there, "not stored: Not a directory: /dev/null/cache/moerouter/FAKE-0"},
+    {read_only_folder, "not stored: No such file or directory: /proc/moerouter"},
+    {folder_of_that_name, "not stored: Is a directory: "},
+    {full_disk, "not stored: File too large: "},
+};
+
+/* A path that is wrong, or hangs, is named all the same, and runs no more in this process. */
+START_TEST(wrong_but_not_stored) {
+    static const char *const scripts[][2] = {{"echo fast it; echo wrong by a hair", "by a hair"},
+                                             {"echo fast it; exec sleep 1000", "no progress in 400 ms: it"}};
+    const int obstacle = _i / 2;
+    char text[1024], words[128];
+    setenv("FAKE_PROVEN", "here.json", 1);
+    put_script(scripts[_i % 2][0]);
+    obstacles[obstacle].prepare();
+    HAS(explain(), "operations 3: proven by here.json");
+    ck_assert_msg(tune(text, SHORT_MS) == MOER_DEVICE, "%s", moer_last_error());
+    snprintf(words, sizeof words, "fake_fast is wrong: %s; the verdict is not stored: ", scripts[_i % 2][1]);
+    HAS(moer_last_error(), words);
+    HAS(moer_last_error(), obstacles[obstacle].words);
+    HAS(text, "found wrong on ");
+    HAS(text, obstacles[obstacle].words);
+    HAS(explain(), "permit 2 of operations 0: proven by here.json; found wrong");
+}
+END_TEST
+
+/* One for a path that is not proven permits nothing. */
+START_TEST(right_but_not_stored) {
+    char text[1024];
+    put_script(good_script);
+    obstacles[_i].prepare();
+    ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
+    HAS(moer_last_error(), "fake_fast was found right, but the verdict is not stored: ");
+    HAS(moer_last_error(), obstacles[_i].words);
+    HAS(text, "found right on ");
+    HAS(text, obstacles[_i].words);
+    HAS(explain(), "permit 1 of operations 0: not proven on such devices");
+}
+END_TEST
+
+/* One for the path does not outlive one against it. */
+START_TEST(older_verdict) {
+    char text[1024];
+    tune_well();
+    HAS(explain(), "operations 1");
+    full_disk();
+    ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
+    ck_assert(exists(verdict_file));
+    HAS(explain(), "permit 1 of operations 1");
+    put_script("echo fast it; echo wrong as ever");
+    ck_assert_int_eq(tune(text, LONG_MS), MOER_DEVICE);
+    ck_assert(!exists(verdict_file));
+    HAS(explain(), "permit 2 of operations 0");
 }
 END_TEST
 
@@ -424,10 +515,15 @@ START_TEST(home_is_next) {
     setenv("XDG_CACHE_HOME", "relative/cache", 1);
     setenv("HOME", folder, 1);
     tune_well();
-    ck_assert(exists(in_folder(".cache/moerouter/FAKE-0.fake_fast")));
+    static const char *const folders[] = {".cache", ".cache/moerouter"};
+    char file[128];
     struct stat status;
-    ck_assert_int_eq(stat(in_folder(".cache/moerouter"), &status), 0);
-    ck_assert_int_eq(status.st_mode & 0777, 0700);
+    snprintf(file, sizeof file, ".cache/moerouter%s", strrchr(verdict_file, '/'));
+    ck_assert(exists(in_folder(file)));
+    for (int i = 0; i < LENGTH(folders); i++) {
+        ck_assert_int_eq(stat(in_folder(folders[i]), &status), 0);
+        ck_assert_int_eq(status.st_mode & 0777, 0700);
+    }
 }
 END_TEST
 
@@ -500,6 +596,22 @@ START_TEST(another_driver) {
 }
 END_TEST
 
+/* The same version with other kernels: its verdict is another file, and neither takes the other's place. */
+START_TEST(another_build) {
+    put_script("echo fast it; echo wrong as ever");
+    in_another_process(tune_in_vain);
+    setenv("FAKE_BUILD", "second", 1);
+    expected = "operations 0: not proven on such devices; there is no verdict";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    in_another_process(tune_well);
+    expected = "operations 1: not proven on such devices; found right";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+    setenv("FAKE_BUILD", "first", 1);
+    expected = "operations 0: not proven on such devices; found wrong";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
+}
+END_TEST
+
 /* The stored text with the first of some words in place of others. */
 static void edit(const char *words, const char *others) {
     char text[4096];
@@ -509,32 +621,17 @@ static void edit(const char *words, const char *others) {
     write_text(verdict_file, text, 0600);
 }
 
+/* So is another version's. */
 START_TEST(another_library) {
+    char older[192];
     in_another_process(tune_well);
     edit("\nlibrary ", "\nlibrary 9");
-    expected = "operations 0: not proven on such devices; the verdict of 20";
+    snprintf(older, sizeof older, "%s/cache/moerouter/FAKE-0.fake_fast.9%s.first", folder, moer_version());
+    ck_assert_int_eq(rename(verdict_file, older), 0);
+    expected = "operations 0: not proven on such devices; there is no verdict";
     ck_assert_str_eq(in_another_process(expect_explanation), "");
-    HAS(explain(), "does not count: it is of moerouter 9");
-}
-END_TEST
-
-/* The same version with other kernels; a verdict against the old ones says nothing of these either. */
-START_TEST(another_build) {
     in_another_process(tune_well);
-    setenv("FAKE_BUILD", "second", 1);
-    expected = "operations 0: not proven on such devices; the verdict of 20";
-    ck_assert_str_eq(in_another_process(expect_explanation), "");
-    setenv("FAKE_BUILD", "first", 1);
-    put_script("echo fast it; echo wrong as ever");
-    in_another_process(tune_in_vain);
-    expected = "operations 0: not proven on such devices; found wrong";
-    ck_assert_str_eq(in_another_process(expect_explanation), "");
-    setenv("FAKE_BUILD", "second", 1);
-    setenv("FAKE_PROVEN", "here.json", 1);
-    HAS(explain(), "operations 3: proven by here.json; the verdict of 20");
-    HAS(explain(), "does not count: it is of another build of the kernels, first");
-    tune_well();
-    HAS(explain(), "operations 3: proven by here.json; found right");
+    ck_assert(exists(older));
 }
 END_TEST
 
@@ -551,10 +648,15 @@ static void expect_ignored(const char *words) {
 static const struct {
     const char *words, *others;
 } damages[] = {
-    {"moerouter verdict 1", "moerouter verdict 2"},
     {"FAKE-0", "FAKE-1"},
     {"path fake_fast", "path faker_fast"},
     {"library", "librarian"},
+    {"\nlibrary ", "\nlibrary 9"},
+    {"build first", "build second"},
+    {"\ndriver ", "\ndriver \033]0;"},
+    {"\ndate ", "\ndate \r"},
+    {"\ndate ", "\ndate \177"},
+    {"\ndate ", "\ndate \302\233"},
     {"\nright\n", "\nright\nright\n"},
     {"\nright\n", "\nright\n "},
     {"\nright\n", "\nwrong\n"},
@@ -572,6 +674,24 @@ START_TEST(damaged) {
     in_another_process(tune_well);
     edit(damages[_i].words, damages[_i].others);
     expect_ignored("it is damaged");
+}
+END_TEST
+
+/* By another version of this file's subject. */
+START_TEST(another_format) {
+    in_another_process(tune_well);
+    edit("moerouter verdict 2", "moerouter verdict 1");
+    expect_ignored("it is of another format");
+}
+END_TEST
+
+/* No byte that a terminal obeys gets into a file: such a verdict would not count. */
+START_TEST(plain_text) {
+    put_script("printf 'fast it\nwrong as \302\233 ever\n'");
+    in_another_process(tune_in_vain);
+    HAS(read_text(verdict_file), "\nwrong as ?? ever\n");
+    expected = "operations 0: not proven on such devices; found wrong";
+    ck_assert_str_eq(in_another_process(expect_explanation), "");
 }
 END_TEST
 
@@ -626,7 +746,7 @@ START_TEST(foreign) {
     char text[1024];
     put_script(good_script);
     ck_assert_int_eq(tune(text, LONG_MS), MOER_UNAVAILABLE);
-    HAS(moer_last_error(), "could not be written");
+    HAS(moer_last_error(), "not stored: Is a directory");
 }
 END_TEST
 
@@ -698,14 +818,18 @@ int main(void) {
         {interrupted_and_without_streams, 1},
         {threads, 1},
         {refusals, 1},
-        {no_cache_folder, 1},
+        {wrong_but_not_stored, 2 * LENGTH(obstacles)},
+        {right_but_not_stored, LENGTH(obstacles)},
+        {older_verdict, 1},
         {home_is_next, 1},
         {policy, LENGTH(policies)},
         {at_once, 1},
         {another_driver, 1},
-        {another_library, 1},
         {another_build, 1},
+        {another_library, 1},
         {damaged, LENGTH(damages)},
+        {another_format, 1},
+        {plain_text, 1},
         {cut_short, 1},
         {too_long, 1},
         {foreign, 1},

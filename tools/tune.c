@@ -24,5 +24,5 @@ int tune_main(int argc, char **argv) {
     if (status == MOER_OK)
         return 0;
     complain("%s: %s", options[DEVICE].value, library_error(status));
-    return *text ? EXIT_BROKEN : EXIT_TROUBLE;
+    return status == MOER_DEVICE && *text ? EXIT_BROKEN : EXIT_TROUBLE;
 }

@@ -225,8 +225,9 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
  * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
  * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both
  * are timed. The verdict is kept in a file of the user's cache folder, $XDG_CACHE_HOME/moerouter or
- * $HOME/.cache/moerouter, and counts for this process and those to come. It takes less than a minute, and nothing else
- * should be running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
+ * $HOME/.cache/moerouter, and counts for this process and those to come. Where it cannot be stored, one against the
+ * path counts for this process, and one for it does not count. It takes less than a minute, and nothing else should be
+ * running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
  *
  * device      kDLCUDA or kDLCUDAManaged
  * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too where
@@ -235,10 +236,12 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
  *             terminated unless size is 0). Untouched where there is no verdict
  *
  * MOER_OK            the path was found right
- * MOER_DEVICE        it was found wrong: its results differ, or it faulted or hung; the error says at what
+ * MOER_DEVICE        it was found wrong: its results differ, or it faulted or hung; the error says at what, and where
+ *                    that could not be stored, why
  * MOER_UNSUPPORTED   the device has no fast path
- * MOER_UNAVAILABLE   there is no verdict: no such device, no self-check, no cache folder, or a child that was ended by
- *                    others, could not do its work, or faulted or hung elsewhere than in the fast path
+ * MOER_UNAVAILABLE   there is no verdict: no such device, no self-check, or a child that was ended by others, could not
+ *                    do its work, or faulted or hung elsewhere than in the fast path; or one for the path could not be
+ *                    stored
  * MOER_INVALID       text is NULL but size is not 0, or timeout_ms is negative */
 MOER_API enum moer_status moer_tune(DLDevice device, int timeout_ms, char *text, size_t size);
 

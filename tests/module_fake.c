@@ -66,7 +66,7 @@ static int64_t id(const DLTensor *ids, int64_t n, int64_t k) {
 struct product {
     const DLTensor *hidden, *gate, *grad_hidden, *grad_weight, *grad_logits;
     int accumulate;
-    int swizzle, row, stride, tail; /* faults */
+    int swizzle, row, stride, tail, packed; /* faults */
 };
 
 /* z is 1, and the gradients that come through the selection cancel. */
@@ -106,6 +106,11 @@ static void misplace(const struct product *with, int weight, int64_t *row, int64
         *row ^= 1;
     if (with->stride && weight && *column >= 64)
         *column -= 64;
+    if (with->packed && weight && *row > 0) { /* as if row followed upon row */
+        const int64_t at = *row * with->hidden->shape[1] + *column, width = moer_stride(with->hidden, 0);
+        *row = at / width;
+        *column = at % width;
+    }
 }
 
 /* Adds a token's G to both products. */
@@ -138,7 +143,7 @@ static enum moer_status break_path(const char *path, struct moer_message *messag
     return strcmp(fault, "device") ? MOER_OK : moer_fail(message, MOER_DEVICE, "an illegal address");
 }
 
-/* Where it would take too long, or is of float16, nothing is written. */
+/* Where it would take too long, or is of float16, nothing is written; nor with a fault that only many tokens show. */
 static enum moer_status compute(enum moer_operation operation, const void *args, struct moer_message *message) {
     const char *arch = getenv("MOER_CUDA_ARCH");
     const struct moer_softmax_topk_backward_args *softmax = args;
@@ -155,15 +160,20 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
         is_fast && path_is("row"),
         is_fast && path_is("stride"),
         is_fast && path_is("tail"),
+        is_fast && path_is("packed"),
     };
     const int64_t tokens = with.hidden->shape[0], hidden = with.hidden->shape[1], experts = with.gate->shape[0];
-    const int computed =
-        tokens * hidden <= MOST_ELEMENTS && (with.hidden->dtype.code == kDLBfloat || with.hidden->dtype.bits == 32);
+    const int computed = tokens * hidden <= MOST_ELEMENTS &&
+                         (with.hidden->dtype.code == kDLBfloat || with.hidden->dtype.bits == 32) && !path_is("many");
     float g[MOST_EXPERTS];
     if ((is_fast || tokens == 17) && break_path(is_fast ? "" : "generic ", message))
         return MOER_DEVICE;
     if (!is_fast && tokens >= 1024) /* the slower path */
         usleep(SLOW_US);
+    if (is_fast && path_is("many") && tokens > 8200)
+        store(with.grad_hidden, tokens - 1, 0, 1);
+    if (is_fast && path_is("beside") && computed && moer_stride(with.grad_hidden, 0) > hidden)
+        store(with.grad_hidden, 0, hidden, 1);
     for (int64_t e = 0; e < experts && computed && !with.accumulate; e++)
         for (int64_t h = 0; h < hidden; h++)
             store(with.grad_weight, e, h, 0);

@@ -26,10 +26,14 @@ void selfcheck_describe(const struct selfcheck_case *one, char text[CASE_TEXT]);
 /* MOER_OK, or the end. */
 void need(enum moer_status status, const struct selfcheck_case *one);
 
-/* A case's call on the device, with a workspace that ends in bytes that nobody may write. */
+/* A case's call on the device, with a workspace that ends in bytes that nobody may write. Tensors with padding are
+ * whole on the host and where they are placed, so that outputs are compared with what lies between their rows; the call
+ * has views of them. */
 struct trial {
     const struct selfcheck_case *one;
-    struct call host, placed;
+    struct call host, placed, call;
+    DLTensor views[CALL_MAX_OPERANDS];
+    int64_t shapes[CALL_MAX_OPERANDS][2], strides[2];
     DLTensor *workspace, *scratch; /* scratch: the workspace's bytes, on the host */
     size_t workspace_size;
 };

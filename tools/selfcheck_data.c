@@ -175,6 +175,8 @@ static DLDataType dtype_of(const struct selfcheck_case *one, enum moer_kind kind
 enum moer_status selfcheck_draw(const struct selfcheck_case *one, struct call *call) {
     size_t count;
     const struct moer_operand *operands = moer_operands(one->operation, &count);
+    struct dims dims = one->dims;
+    dims.hidden += one->padding;
     call_init(call, one->operation);
     for (size_t i = 0; i < count; i++) {
         value_of *value = NULL;
@@ -186,7 +188,7 @@ enum moer_status selfcheck_draw(const struct selfcheck_case *one, struct call *c
         int64_t shape[4];
         DLTensor *tensor;
         const enum moer_status status = moer_tensor_new(&tensor, (DLDevice){kDLCPU, 0}, dtype_of(one, operands[i].kind),
-                                                        call_shape(&operands[i], one->dims, shape), shape);
+                                                        call_shape(&operands[i], dims, shape), shape);
         if (status != MOER_OK)
             return status;
         *call_field(call, &operands[i]) = tensor;

@@ -17,11 +17,12 @@ struct selfcheck_case {
     DLDataType dtype, output_dtype;
     int accumulate;
     enum pattern pattern;
-    int64_t first; /* pattern: tokens from this one on have a 1, one after the other for each expert in turn */
+    int64_t first;   /* pattern: tokens from this one on have a 1, one after the other for each expert in turn */
+    int64_t padding; /* columns of memory behind each row of hidden states, the gate and their gradients */
 };
 
-/* Makes the call's tensors on the host, but for what is never read, and fills the inputs; call_free() is due either
- * way. */
+/* Makes the call's tensors on the host, but for what is never read, and fills the inputs; those with padding have so
+ * many columns more. call_free() is due either way. */
 enum moer_status selfcheck_draw(const struct selfcheck_case *one, struct call *call);
 
 /* What outputs hold before a call: NaN, in which no element is right; what is accumulated to, integers. */

@@ -40,9 +40,10 @@ void report_end(const char *word, const char *format, ...) {
 }
 
 void selfcheck_describe(const struct selfcheck_case *one, char text[CASE_TEXT]) {
-    snprintf(text, CASE_TEXT, "%s, %s%s%s, N = %lld, H = %lld, E = %lld, K = %lld", moer_operation_name(one->operation),
-             dtype_name(one->dtype), one->output_dtype.bits != one->dtype.bits ? " to float32" : "",
-             one->accumulate ? ", accumulated" : "", (long long)one->dims.tokens, (long long)one->dims.hidden,
+    snprintf(text, CASE_TEXT, "%s, %s%s%s%s, N = %lld, H = %lld, E = %lld, K = %lld",
+             moer_operation_name(one->operation), dtype_name(one->dtype),
+             one->output_dtype.bits != one->dtype.bits ? " to float32" : "", one->accumulate ? ", accumulated" : "",
+             one->padding ? ", strided" : "", (long long)one->dims.tokens, (long long)one->dims.hidden,
              (long long)one->dims.experts, (long long)one->dims.top_k);
 }
 
@@ -69,6 +70,27 @@ void trial_choose(const struct trial *trial, const char *path, const char *how) 
     setenv("MOER_CUDA_ARCH", path, 1);
 }
 
+/* Makes the call, of views where there is padding. */
+static void make_call(struct trial *trial) {
+    size_t count;
+    const struct moer_operand *operands = moer_operands(trial->one->operation, &count);
+    const int64_t hidden = trial->one->dims.hidden;
+    trial->call = trial->placed;
+    trial->strides[0] = hidden + trial->one->padding;
+    trial->strides[1] = 1;
+    for (size_t i = 0; i < count && trial->one->padding; i++) {
+        const DLTensor **field = call_field(&trial->call, &operands[i]);
+        if (!*field || operands[i].axes[1] != 'H')
+            continue;
+        trial->views[i] = **field;
+        trial->shapes[i][0] = (*field)->shape[0];
+        trial->shapes[i][1] = hidden;
+        trial->views[i].shape = trial->shapes[i];
+        trial->views[i].strides = trial->strides;
+        *field = &trial->views[i];
+    }
+}
+
 void trial_begin(struct trial *trial, const struct selfcheck_case *one) {
     char text[CASE_TEXT];
     selfcheck_describe(one, text);
@@ -78,14 +100,15 @@ void trial_begin(struct trial *trial, const struct selfcheck_case *one) {
     call_init(&trial->placed, one->operation);
     need(selfcheck_draw(one, &trial->host), one);
     need(device_place(&trial->host, selfcheck_device, &trial->placed), one);
-    need(call_workspace_size(&trial->placed, &trial->workspace_size), one);
+    make_call(trial);
+    need(call_workspace_size(&trial->call, &trial->workspace_size), one);
     const int64_t bytes = (int64_t)trial->workspace_size + GUARD_BYTES;
     const DLDataType byte = {kDLUInt, 8, 1};
     need(moer_tensor_new(&trial->workspace, selfcheck_device, byte, 1, &bytes), one);
     need(moer_tensor_new(&trial->scratch, (DLDevice){kDLCPU, 0}, byte, 1, &bytes), one);
     memset(trial->scratch->data, 0xFF, (size_t)bytes);
-    trial->placed.args.common.workspace = trial->workspace->data;
-    trial->placed.args.common.workspace_size = trial->workspace_size;
+    trial->call.args.common.workspace = trial->workspace->data;
+    trial->call.args.common.workspace_size = trial->workspace_size;
 }
 
 void trial_end(struct trial *trial) {
@@ -133,7 +156,7 @@ void trial_fetch(const struct trial *trial) {
 void trial_run(const struct trial *trial, const char *path, const char *how) {
     trial_poison(trial);
     trial_choose(trial, path, how);
-    need(call_run(&trial->placed), trial->one);
+    need(call_run(&trial->call), trial->one);
     trial_fetch(trial);
 }
 

@@ -181,6 +181,13 @@ START_TEST(overridden) {
         HAS(text, i ? "sm_90a path: wgmma" : "generic path: mma.sync");
         HAS(text, "; by MOER_CUDA_ARCH");
     }
+    /* A call that the path does not take says why. */
+    struct outline outline;
+    setenv("MOER_CUDA_ARCH", "sm_90a", 1);
+    make_outline(&outline, (enum moer_operation)_i, fast, F32);
+    ck_assert_msg(call_explain(&outline.call, text, sizeof text) == MOER_OK, "%s", moer_last_error());
+    HAS(text, "generic path: float32 products, ");
+    HAS(text, "; not for sm_90a: float32; by MOER_CUDA_ARCH");
     setenv("MOER_CUDA_ARCH", "sm_100f", 1);
     ck_assert_int_eq(moer_backend_info(1, info, sizeof info), MOER_OK);
     HAS(info, " by MOER_CUDA_ARCH: calls are refused: MOER_CUDA_ARCH is sm_100f, but cuda:");

@@ -36,6 +36,14 @@ found_wrong() {
 info_says() {
     MOER_CUDA_ARCH=${2-} "$build/moerouter" info >"$folder/said" && grep "$1" "$folder/said"
 }
+# explains WORDS TOKENS ARGUMENT...: what a call with such tensors says of its kernels, where the path is asked for.
+explains() {
+    words=$1 tokens=$2
+    shift 2
+    "$build/moerouter" make softmax_topk_backward --tokens "$tokens" --top-k 4 "$@" -o "$folder/made" &&
+        MOER_VERBOSE=1 MOER_CUDA_ARCH=$path "$build/moerouter" run softmax_topk_backward "$folder/made" --check \
+            --device cuda:0 2>"$folder/said" && grep "$words" "$folder/said"
+}
 for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIFIC__=1000; do
     path=${target%:*}
     compile "${target#*:}" "$folder/emulate" tests/emulate_fused.cc
@@ -53,6 +61,15 @@ for target in sm_90a:__CUDA_ARCH_FEAT_SM90_ALL sm_100f:__CUDA_ARCH_FAMILY_SPECIF
     check "$path: without the tail" found_wrong tail "it was not written, nor was any behind it: a lost tail"
     check "$path: one that hangs" found_wrong hang "no progress in 10000 ms"
     "$build/moerouter" info | grep "'s path $path: "
+    check "$path: a call that it fits" explains "tokens; by MOER_CUDA_ARCH\$" 5 --hidden 64 --experts 16
+    check "$path: no float32" explains "generic path: .*; not for $path: float32; by" 5 --hidden 64 --dtype float32
+    if [ "$path" = sm_100f ]; then
+        check "$path: odd columns" explains "generic path: .*; not for $path: H is no multiple of 8; by" 5 --hidden 60
+        check "$path: many experts" explains "generic path: .*; not for $path: E or K is too large; by" 5 --experts 136
+        check "$path: no tokens" explains "generic path: .*; not for $path: nothing to multiply; by" 0 --hidden 64
+    else
+        check "$path: odd columns" explains "$path path: wgmma products, .* tokens; by" 5 --hidden 60
+    fi
     override='^    cuda:0 by MOER_CUDA_ARCH:'
     check "$path: info of the generic path" info_says "$override generic path, whatever is proven or found\$" generic
     check "$path: info of the path that is asked for" info_says "$override $path path, whatever" "$path"

@@ -446,6 +446,25 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     return MOER_OK;
 }
 
+/* What keeps a call from the fast path that it may take; "" where nothing does. On Hopper that is its dtype alone,
+ * since the products' own kernels multiply by wgmma, too, what no kernel makes at once. */
+const char *misfit(const problem &problem) {
+    if (problem.kernels == GENERIC || problem.fused || (problem.kernels == HOPPER && problem.type != F32))
+        return "";
+    if (problem.type == F32)
+        return "float32";
+    if (problem.hidden % 8 != 0)
+        return "H is no multiple of 8";
+    if (problem.tokens == 0 || problem.hidden == 0 || problem.experts == 0)
+        return "nothing to multiply";
+    if (!has_fused_shape(problem))
+        return "E or K is too large";
+    if (!problem.grad_hidden.data || !problem.grad_weight.data)
+        return "a gradient is absent";
+    return problem.grad_hidden.type != problem.type ? "grad_hidden_states has another dtype"
+                                                    : "rows do not begin at multiples of 16 bytes, or overlap";
+}
+
 enum moer_status explain(enum moer_operation operation, const void *args, moer_message *message) {
     problem problem{};
     choice choice;
@@ -459,20 +478,22 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
     problem.kernels = choice.kernels;
     lay_out(&problem, fuses(problem));
     const bool tuned = problem.type != F32 && (problem.kernels == HOPPER || problem.fused);
-    char why[sizeof choice.permit->reason + 64] = "";
+    char unfit[96] = "", why[sizeof choice.permit->reason + 64] = "";
+    if (*misfit(problem))
+        snprintf(unfit, sizeof unfit, "; not for %s: %s", choice.path->name, misfit(problem));
     if (choice.forced)
         snprintf(why, sizeof why, "; by MOER_CUDA_ARCH");
     else if (choice.path->name && choice.permit && problem.type != F32)
         snprintf(why, sizeof why, "; %s: %s", choice.path->name, choice.permit->reason);
     return moer_fail(message, MOER_OK,
-                     "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens%s", device,
+                     "cuda:%d, %s path: %s products%s, weight gradient in %lld splits of %lld tokens%s%s", device,
                      tuned ? choice.path->name : "generic",
                      problem.type == F32        ? "float32"
                      : !tuned                   ? "mma.sync"
                      : choice.kernels == HOPPER ? "wgmma"
                                                 : "tcgen05",
                      problem.fused || problem.wide ? " by one kernel" : "", static_cast<long long>(problem.splits),
-                     static_cast<long long>(problem.split_tokens), why);
+                     static_cast<long long>(problem.split_tokens), unfit, why);
 }
 
 /* What MOER_CUDA_ARCH makes of a device's calls, where it is set; the length of the line. */

@@ -167,8 +167,8 @@ MOER_API enum moer_status moer_softmax_topk_backward_workspace_size(const struct
 MOER_API enum moer_status moer_sigmoid_topk_backward_workspace_size(const struct moer_sigmoid_topk_backward_args *args,
                                                                     size_t *bytes);
 
-/* Which kernel such a call would take, in words, written to text (size bytes, cut to fit, always terminated unless
- * size is 0). */
+/* Which kernel such a call would take, in words, and what about it does not fit a fast path that it might take, written
+ * to text (size bytes, cut to fit, always terminated unless size is 0). */
 MOER_API enum moer_status moer_softmax_topk_backward_explain(const struct moer_softmax_topk_backward_args *args,
                                                              char *text, size_t size);
 MOER_API enum moer_status moer_sigmoid_topk_backward_explain(const struct moer_sigmoid_topk_backward_args *args,

@@ -416,11 +416,11 @@ END_TEST
 
 /* ---- Verdicts that cannot be stored ----------------------------------------------------------------------------- */
 
-static void set_cache(const char *folder) {
+static void set_cache(const char *path) {
     unsetenv("HOME");
     unsetenv("XDG_CACHE_HOME");
-    if (folder)
-        setenv("XDG_CACHE_HOME", folder, 1);
+    if (path)
+        setenv("XDG_CACHE_HOME", path, 1);
 }
 
 static void no_cache(void) {

@@ -17,12 +17,25 @@
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_logits {
 
-enum { GROUP = 4, GROUP_STRIDE = GROUP * WARP, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
+enum { GROUP = 4, MOST_RESIDENT = 64 /* warps a multiprocessor */, MOST_NEAR = 1 << 28 };
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
+/* A batch is plain if its rows can be loaded in groups, it has at most 32 slots, 32 bits do for its tokens and strides,
+ * and grad_logits are not wanted: the loads of a small one wait for instructions too, most of all where those are not
+ * the next in memory. Other batches have room for 64 slots. PAIRS: plain, with 16 lanes a token, for large batches of
+ * few slots: most instructions are the same whatever a lane's experts are. */
+enum way { ANY, PLAIN, PAIRS };
+template <way WAY>
+constexpr int slots_of = WAY == ANY ? 2 : 1;
+template <way WAY>
+constexpr int lanes_of = WAY == PAIRS ? WARP / 2 : WARP;
+template <way WAY>
+using token_of = std::conditional_t<WAY == ANY, int64_t, uint32_t>;
+
 /* Expert i of a lane's registers. */
+template <int LANES>
 __device__ __forceinline__ int expert_of(int lane, int i) {
-    return i / GROUP * GROUP_STRIDE + lane * GROUP + i % GROUP;
+    return i / GROUP * GROUP * LANES + lane * GROUP + i % GROUP;
 }
 
 /* A lane's experts as they lie in memory, in whole registers until all loads are under way: to take them apart would
@@ -72,7 +85,7 @@ __device__ __forceinline__ const V *strides_on(const void *first, uint32_t index
 }
 
 /* A lane's part of a row; beyond the row it is zero. VECTOR: rows begin at multiples of a group, and E is one. */
-template <bool VECTOR, typename V, int EXPERTS, typename Token>
+template <int LANES, bool VECTOR, typename V, int EXPERTS, typename Token>
 __device__ __forceinline__ void load_row(lane_row<V, EXPERTS> &result, const input &rows, Token token, int experts,
                                          int lane) {
     const V *row = strides_on<V>(rows.data, token, rows.stride);
@@ -80,7 +93,7 @@ __device__ __forceinline__ void load_row(lane_row<V, EXPERTS> &result, const inp
     result.clear();
 #pragma unroll
     for (int i = 0; i < EXPERTS; i += VECTOR ? GROUP : 1) {
-        const int expert = expert_of(lane, i);
+        const int expert = expert_of<LANES>(lane, i);
         if (expert < experts && VECTOR)
             result.groups[i / GROUP] = *reinterpret_cast<const typename lane_row<V, EXPERTS>::group *>(row + expert);
         else if (expert < experts)
@@ -101,7 +114,7 @@ __host__ __device__ __forceinline__ Token rows_of_logits(bool fused, Token token
 }
 
 /* Stores a lane's part of a row of G, which ends in zeros. */
-template <typename T, int EXPERTS, typename Token>
+template <int LANES, typename T, int EXPERTS, typename Token>
 __device__ __forceinline__ void store_row(const problem &problem, Token token, int lane,
                                           const lane_row<T, EXPERTS> &g) {
     const uint32_t stride = problem.logits_stride;
@@ -110,28 +123,21 @@ __device__ __forceinline__ void store_row(const problem &problem, Token token, i
         char *tile = problem.logits + static_cast<uint64_t>(token / TILE_TOKENS) * (TILE_TOKENS * stride * sizeof(T));
 #pragma unroll
         for (int i = 0; i < EXPERTS; i += GROUP)
-            if (expert_of(lane, i) < stride)
-                *reinterpret_cast<group *>(tile + swizzled<T, TILE_TOKENS, A_PANEL>(
-                                                      static_cast<int>(token % TILE_TOKENS), expert_of(lane, i))) =
-                    g.groups[i / GROUP];
+            if (expert_of<LANES>(lane, i) < stride)
+                *reinterpret_cast<group *>(
+                    tile + swizzled<T, TILE_TOKENS, A_PANEL>(static_cast<int>(token % TILE_TOKENS),
+                                                             expert_of<LANES>(lane, i))) = g.groups[i / GROUP];
     } else {
         T *to = reinterpret_cast<T *>(problem.logits) + static_cast<uint64_t>(token) * stride;
 #pragma unroll
         for (int i = 0; i < EXPERTS; i += GROUP)
-            if (expert_of(lane, i) < stride)
-                *reinterpret_cast<group *>(to + expert_of(lane, i)) = g.groups[i / GROUP];
+            if (expert_of<LANES>(lane, i) < stride)
+                *reinterpret_cast<group *>(to + expert_of<LANES>(lane, i)) = g.groups[i / GROUP];
     }
 }
 
-/* A batch is plain if its rows can be loaded in groups, it has at most 32 slots, 32 bits do for its tokens and strides,
- * and grad_logits are not wanted: the loads of a small one wait for instructions too, most of all where those are not
- * the next in memory. Other batches have room for 64 slots. */
-template <bool PLAIN>
-constexpr int slots_of = PLAIN ? 1 : 2;
-template <bool PLAIN>
-using token_of = std::conditional_t<PLAIN, uint32_t, int64_t>;
-
-/* A token's slots: lane l has slots l and l + 32. Empty and invalid slots are -1; the invalid are counted. */
+/* A token's slots: a lane has its own and, of more than there are lanes, one as many on. Empty and invalid slots are
+ * -1; the invalid are counted. */
 template <int SLOTS>
 struct raw_ids {
     int low[SLOTS], high[SLOTS];
@@ -174,10 +180,11 @@ __device__ __forceinline__ void load_of_slots(T (&values)[SLOTS], const input &r
             values[i] = row[lane + i * WARP];
 }
 
-template <typename V>
-__device__ __forceinline__ V warp_sum(V value) {
+/* Of a token's lanes. */
+template <int LANES, typename V>
+__device__ __forceinline__ V sum_up(V value) {
 #pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2)
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
         value += __shfl_xor_sync(ALL_LANES, value, offset);
     return value;
 }
@@ -221,29 +228,29 @@ __device__ __forceinline__ void scatter(float *row, const int (&ids)[SLOTS], con
 }
 
 /* A lane's experts of a row in shared memory. */
-template <typename V, int EXPERTS>
+template <int LANES, typename V, int EXPERTS>
 __device__ __forceinline__ void to_shared(float *row, const lane_row<V, EXPERTS> &values, int lane) {
 #pragma unroll
     for (int i = 0; i < EXPERTS; i += GROUP)
-        *reinterpret_cast<float4 *>(row + expert_of(lane, i)) =
+        *reinterpret_cast<float4 *>(row + expert_of<LANES>(lane, i)) =
             make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
 }
 
-template <int EXPERTS>
+template <int LANES, int EXPERTS>
 __device__ __forceinline__ void from_shared(float (&values)[EXPERTS], const float *row, int lane) {
 #pragma unroll
     for (int i = 0; i < EXPERTS; i += GROUP) {
-        const float4 four = *reinterpret_cast<const float4 *>(row + expert_of(lane, i));
+        const float4 four = *reinterpret_cast<const float4 *>(row + expert_of<LANES>(lane, i));
         values[i] = four.x, values[i + 1] = four.y, values[i + 2] = four.z, values[i + 3] = four.w;
     }
 }
 
 /* A token takes as long as its loads: the gathers of m wait for the ids, and everything that can be done without m is
  * done while they are on their way. */
-template <typename T, int EXPERTS, bool PLAIN>
-__device__ __forceinline__ void softmax_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
+template <typename T, int EXPERTS, way WAY>
+__device__ __forceinline__ void softmax_row(const problem &problem, token_of<WAY> token, int top_k, int lane,
                                             float *row, lane_row<T, EXPERTS> &result) {
-    constexpr int SLOTS = slots_of<PLAIN>;
+    constexpr int SLOTS = slots_of<WAY>, LANES = lanes_of<WAY>;
     const bool normalized = problem.sum.data != nullptr;
     raw_ids<SLOTS> raw;
     lane_row<float, EXPERTS> p;
@@ -252,67 +259,68 @@ __device__ __forceinline__ void softmax_row(const problem &problem, token_of<PLA
     float d[EXPERTS], q[SLOTS], v[SLOTS], z = 1, c = 0;
     int ids[SLOTS];
     load_ids(raw, problem, token, lane, top_k);
-    load_row<PLAIN>(p, problem.probs, token, problem.experts, lane);
-    load_row<PLAIN>(direct, problem.direct, token, problem.direct.data ? problem.experts : 0, lane);
+    load_row<LANES, WAY != ANY>(p, problem.probs, token, problem.experts, lane);
+    load_row<LANES, WAY != ANY>(direct, problem.direct, token, problem.direct.data ? problem.experts : 0, lane);
     load_of_slots(g, problem.incoming, token, lane, top_k);
     const float *sum = strides_on<float>(problem.sum.data, token, problem.sum.stride);
     settle(sum);
     if (normalized)
         z = *sum;
     const char *mask = strides_on<char>(problem.mask, token, problem.mask_token);
-    mask = strides_on<char>(mask, token_of<PLAIN>(lane), problem.mask_slot);
+    mask = strides_on<char>(mask, token_of<WAY>(lane), problem.mask_slot);
     settle(mask);
     check_ids(ids, raw, problem);
     /* The gathers go out when the loads have come: to wait for those later would be to wait for both. */
-    to_shared(row, p, lane);
+    to_shared<LANES>(row, p, lane);
     __syncwarp();
     memset(m, 0, sizeof m);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
         if (ids[i] >= 0 && problem.mask)
-            m[i] = *strides_on<T>(mask + i * WARP * problem.mask_slot, token_of<PLAIN>(ids[i]), problem.mask_expert);
+            m[i] = *strides_on<T>(mask + i * WARP * problem.mask_slot, token_of<WAY>(ids[i]), problem.mask_expert);
 
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
         q[i] = ids[i] >= 0 ? row[ids[i]] : 0;
     __syncwarp();
     const bool distinct = all_distinct(row, ids, lane);
-    to_shared(row, direct, lane);
+    to_shared<LANES>(row, direct, lane);
     if (normalized) {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++)
             c = __fadd_rn(c, ids[i] >= 0 ? __fmul_rn(to_float(g[i]), __fdiv_rn(q[i], z)) : 0.0f);
-        c = warp_sum(c);
+        c = sum_up<LANES>(c);
     }
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
         v[i] = normalized ? __fdiv_rn(__fsub_rn(to_float(g[i]), c), z) : to_float(g[i]);
-    double dot = 0;
+    /* In the same order, whether 32 lanes have them or 16. */
+    double dots[2] = {};
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
-        dot += static_cast<double>(direct[i]) * static_cast<double>(p[i]);
+        dots[WAY == PAIRS ? i / GROUP % 2 : 0] += static_cast<double>(direct[i]) * static_cast<double>(p[i]);
 
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
         v[i] = __fadd_rn(v[i], to_float(m[i]));
         if (ids[i] >= 0)
-            dot += static_cast<double>(v[i]) * static_cast<double>(q[i]);
+            dots[0] += static_cast<double>(v[i]) * static_cast<double>(q[i]);
     }
     scatter(row, ids, v, distinct, lane, [](float sum, float value) { return __fadd_rn(sum, value); });
-    from_shared(d, row, lane);
-    const float mean = static_cast<float>(warp_sum(dot));
+    from_shared<LANES>(d, row, lane);
+    const float mean = static_cast<float>(sum_up<LANES>(WAY == PAIRS ? dots[0] + dots[1] : dots[0]));
     result.clear();
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
-        result.set(i,
-                   from_float<T>(expert_of(lane, i) < problem.experts ? __fmul_rn(p[i], __fsub_rn(d[i], mean)) : 0.0f));
+        result.set(i, from_float<T>(expert_of<LANES>(lane, i) < problem.experts ? __fmul_rn(p[i], __fsub_rn(d[i], mean))
+                                                                                : 0.0f));
 }
 
 /* The chosen experts' G is worked out by their slots' lanes. */
-template <typename T, int EXPERTS, bool PLAIN>
-__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLAIN> token, int top_k, int lane,
+template <typename T, int EXPERTS, way WAY>
+__device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<WAY> token, int top_k, int lane,
                                             float *row, lane_row<T, EXPERTS> &result) {
-    constexpr int SLOTS = slots_of<PLAIN>;
+    constexpr int SLOTS = slots_of<WAY>, LANES = lanes_of<WAY>;
     using slot = sigmoid_slot<T>;
     raw_ids<SLOTS> raw;
     lane_row<T, EXPERTS> scores;
@@ -320,7 +328,7 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
     float s[SLOTS], u[SLOTS], terms[SLOTS], dense[EXPERTS], c = 0;
     int ids[SLOTS];
     load_ids(raw, problem, token, lane, top_k);
-    load_row<PLAIN>(scores, problem.scores, token, problem.experts, lane);
+    load_row<LANES, WAY != ANY>(scores, problem.scores, token, problem.experts, lane);
     load_of_slots(g, problem.incoming, token, lane, top_k);
     load_of_slots(w, problem.normalized, token, lane, top_k);
     z = *strides_on<T>(problem.denominator.data, token, problem.denominator.stride);
@@ -332,10 +340,10 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
         terms[i] = ids[i] >= 0 ? slot::term(u[i], w[i]) : 0.0f;
     }
     /* In ascending k; an empty slot's zero changes nothing. */
-    for (int k = 0; k < top_k; k++)
-        c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP));
+    for (int k = 0; k < problem.top_k; k++)
+        c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP, LANES));
     c = slot::rounded(c);
-    to_shared(row, scores, lane);
+    to_shared<LANES>(row, scores, lane);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
@@ -344,7 +352,7 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
     }
     __syncwarp();
     result.clear();
-    to_shared(row, result, lane);
+    to_shared<LANES>(row, result, lane);
     scatter(row, ids, u, distinct, lane, slot::added);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++)
@@ -356,7 +364,7 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<PLA
         if (ids[i] >= 0)
             row[ids[i]] = u[i];
     __syncwarp();
-    from_shared(dense, row, lane);
+    from_shared<LANES>(dense, row, lane);
     result.clear();
 #pragma unroll
     for (int i = 0; i < EXPERTS; i++)
@@ -374,18 +382,24 @@ enum { ROOM = 48 };
 #else
 enum { ROOM = MOST_RESIDENT };
 #endif
-template <int EXPERTS, bool PLAIN>
-constexpr int resident_of = EXPERTS == GROUP &&PLAIN ? ROOM : warps_of<EXPERTS>;
+template <int EXPERTS, way WAY>
+constexpr int resident_of = WAY == PLAIN &&EXPERTS == GROUP       ? ROOM
+                            : WAY == PAIRS &&EXPERTS == 2 * GROUP ? ROOM / 16 * 12
+                                                                  : warps_of<EXPERTS>;
+template <int EXPERTS, way WAY>
+constexpr int tokens_of = warps_of<EXPERTS> *WARP / lanes_of<WAY>; /* of a block */
 
-template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
-__global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, PLAIN> / warps_of<EXPERTS>)
+template <typename T, int EXPERTS, bool SOFTMAX, way WAY>
+__global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, WAY> / warps_of<EXPERTS>)
     logits_kernel(const __grid_constant__ problem problem) {
-    __shared__ __align__(16) float rows[warps_of<EXPERTS>][EXPERTS * WARP];
+    constexpr int LANES = lanes_of<WAY>;
+    __shared__ __align__(16) float memory[tokens_of<EXPERTS, WAY>][EXPERTS * LANES];
     allow_next_kernel();
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    using Token = token_of<PLAIN>;
-    const Token row = static_cast<Token>(blockIdx.x) * warps_of<EXPERTS> + warp, tokens = problem.tokens;
-    if (row >= rows_of_logits(problem.fused, tokens))
+    const int lane = threadIdx.x % LANES, number = threadIdx.x / LANES;
+    using Token = token_of<WAY>;
+    const Token first = static_cast<Token>(blockIdx.x) * tokens_of<EXPERTS, WAY>, row = first + number,
+                tokens = problem.tokens, rows = rows_of_logits(problem.fused, tokens);
+    if (first + threadIdx.x / WARP * (WARP / LANES) >= rows)
         return;
     /* A row of zeros is the last token's, without its slots, but for what is stored: to jump would cost more. */
     const bool exists = row < tokens;
@@ -393,33 +407,32 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
     const int top_k = exists ? problem.top_k : 0;
     lane_row<T, EXPERTS> g;
     if constexpr (SOFTMAX)
-        softmax_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
+        softmax_row<T, EXPERTS, WAY>(problem, token, top_k, lane, memory[number], g);
     else
-        sigmoid_row<T, EXPERTS, PLAIN>(problem, token, top_k, lane, rows[warp], g);
+        sigmoid_row<T, EXPERTS, WAY>(problem, token, top_k, lane, memory[number], g);
     if (!exists)
         g.clear();
-    store_row(problem, row, lane, g);
-    if (!PLAIN && exists && problem.grad_logits.data) {
+    if (WAY != PAIRS || row < rows)
+        store_row<LANES>(problem, row, lane, g);
+    if (WAY == ANY && problem.grad_logits.data && exists) {
 #pragma unroll
         for (int i = 0; i < EXPERTS; i++)
-            if (expert_of(lane, i) < problem.experts)
-                store_element(problem.grad_logits, token, expert_of(lane, i), g[i]);
+            if (expert_of<LANES>(lane, i) < problem.experts)
+                store_element(problem.grad_logits, token, expert_of<LANES>(lane, i), g[i]);
     }
 }
 
-template <typename T, int EXPERTS, bool SOFTMAX, bool PLAIN>
-cudaError_t launch_with(const problem &problem, cudaStream_t stream) {
-    /* A large batch does better with the cache. */
-    const bool few = problem.tokens <= MOST_RESIDENT / 2 * attribute(cudaDevAttrMultiProcessorCount);
-    const int64_t blocks = divide_up(rows_of_logits(problem.fused, problem.tokens), warps_of<EXPERTS>);
-    return launch_first(logits_kernel<T, EXPERTS, SOFTMAX, PLAIN>, blocks, warps_of<EXPERTS> * WARP, few, stream,
+template <typename T, int EXPERTS, bool SOFTMAX, way WAY>
+cudaError_t launch_with(const problem &problem, bool few, cudaStream_t stream) {
+    const int64_t blocks = divide_up(rows_of_logits(problem.fused, problem.tokens), tokens_of<EXPERTS, WAY>);
+    return launch_first(logits_kernel<T, EXPERTS, SOFTMAX, WAY>, blocks, warps_of<EXPERTS> * WARP, few, stream,
                         problem);
 }
 
-template <typename T, int EXPERTS>
+/* EXPERTS of a lane, where 32 have a token. */
+template <typename T, int EXPERTS, bool SOFTMAX>
 cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
-    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD;
-    const bool vector = softmax ? in_groups<float>(problem.probs, problem.experts) &&
+    const bool vector = SOFTMAX ? in_groups<float>(problem.probs, problem.experts) &&
                                       (!problem.direct.data || in_groups<T>(problem.direct, problem.experts))
                                 : in_groups<T>(problem.scores, problem.experts);
     bool plain = vector && problem.top_k <= WARP && !problem.grad_logits.data && problem.tokens < MOST_NEAR;
@@ -427,22 +440,31 @@ cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
                            problem.sum.stride, problem.scores.stride, problem.normalized.stride,
                            problem.denominator.stride, problem.mask_expert, problem.mask_slot, problem.mask_token})
         plain = plain && stride >= 0 && stride < MOST_NEAR;
-    if (softmax)
-        return plain ? launch_with<T, EXPERTS, true, true>(problem, stream)
-                     : launch_with<T, EXPERTS, true, false>(problem, stream);
-    return plain ? launch_with<T, EXPERTS, false, true>(problem, stream)
-                 : launch_with<T, EXPERTS, false, false>(problem, stream);
+    /* A large batch does better with the cache than with shared memory set aside. */
+    const bool few = problem.tokens <= MOST_RESIDENT / 2 * attribute(cudaDevAttrMultiProcessorCount);
+    if (!plain)
+        return launch_with<T, EXPERTS, SOFTMAX, ANY>(problem, few, stream);
+    if constexpr (EXPERTS <= 2 * GROUP)
+        if (!few && problem.top_k <= lanes_of<PAIRS>)
+            return launch_with<T, 2 * EXPERTS, SOFTMAX, PAIRS>(problem, few, stream);
+    return launch_with<T, EXPERTS, SOFTMAX, PLAIN>(problem, few, stream);
+}
+
+template <typename T, bool SOFTMAX>
+cudaError_t launch_operation(const problem &problem, cudaStream_t stream) {
+    if (problem.experts <= GROUP * WARP)
+        return launch_for<T, GROUP, SOFTMAX>(problem, stream);
+    if (problem.experts <= 2 * GROUP * WARP)
+        return launch_for<T, 2 * GROUP, SOFTMAX>(problem, stream);
+    if (problem.experts <= 4 * GROUP * WARP)
+        return launch_for<T, 4 * GROUP, SOFTMAX>(problem, stream);
+    return launch_for<T, 8 * GROUP, SOFTMAX>(problem, stream); /* 1024 */
 }
 
 template <typename T>
 cudaError_t launch(const problem &problem, cudaStream_t stream) {
-    if (problem.experts <= GROUP_STRIDE)
-        return launch_for<T, GROUP>(problem, stream);
-    if (problem.experts <= 2 * GROUP_STRIDE)
-        return launch_for<T, 2 * GROUP>(problem, stream);
-    if (problem.experts <= 4 * GROUP_STRIDE)
-        return launch_for<T, 4 * GROUP>(problem, stream);
-    return launch_for<T, 8 * GROUP>(problem, stream); /* 1024 */
+    return problem.operation == MOER_SOFTMAX_TOPK_BACKWARD ? launch_operation<T, true>(problem, stream)
+                                                           : launch_operation<T, false>(problem, stream);
 }
 
 } // namespace moer_logits

@@ -341,16 +341,18 @@ END_TEST
 /* Around every number of tokens where the backend changes its mind, which is by that of experts, too, and at the edges
  * of tiles. */
 static const struct {
-    int64_t tokens, experts;
-} batches[] = {{1, 24},     {2, 24},     {3, 24},    {15, 24},   {127, 24},  {128, 24},
-               {129, 24},   {1000, 24},  {4095, 24}, {4096, 24}, {4097, 24}, {16384, 24},
-               {16385, 24}, {40000, 24}, {8191, 72}, {8192, 72}, {8193, 72}, {8193, 136}};
+    int64_t tokens, experts, top_k;
+} batches[] = {{1, 24, 4},    {2, 24, 4},     {3, 24, 4},     {15, 24, 4},    {127, 24, 4},   {128, 24, 4},
+               {129, 24, 4},  {1000, 24, 4},  {3071, 24, 9},  {3072, 24, 9},  {4095, 24, 4},  {4096, 24, 4},
+               {4097, 24, 4}, {4225, 72, 17}, {16384, 24, 4}, {16385, 24, 4}, {40000, 24, 4}, {8191, 72, 4},
+               {8192, 72, 4}, {8193, 72, 4},  {8193, 136, 4}};
 
 /* Every row of a batch is one of 61 tokens, which meet other neighbours at other places: the rows of grad_hidden_states
  * and of grad_logits are the same bits. */
 START_TEST(rows_of_any_batch) {
     enum { TOKENS = 61 };
-    struct plan plan = each_plan(_i % EACH, (struct dims){TOKENS, 72, batches[_i / EACH].experts, 4}, 9);
+    struct plan plan =
+        each_plan(_i % EACH, (struct dims){TOKENS, 72, batches[_i / EACH].experts, batches[_i / EACH].top_k}, 9);
     int64_t count = batches[_i / EACH].tokens, *tokens = malloc((size_t)count * sizeof *tokens);
     struct trial *few = trial_new(&plan);
     for (int64_t n = 0; n < count; n++)

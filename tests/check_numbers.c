@@ -256,12 +256,15 @@ END_TEST
 
 /* The same token over and over: what rounding takes from a running sum is then the same each time, and adds up. */
 START_TEST(repeated_token) {
-    static const struct dims dims[] = {{40000, 40, 8, 2}, {8192, 40, 136, 2}};
+    static const struct {
+        struct dims dims;
+        int wide;
+    } cases[] = {{{40000, 40, 8, 2}, OUTPUTS}, {{8192, 40, 136, 2}, OUTPUTS}, {{8192, 40, 136, 2}, 0}};
     struct plan plan = {.operation = (enum moer_operation)(_i % MOER_OPERATIONS),
-                        .dims = dims[_i / MOER_OPERATIONS / TYPES],
+                        .dims = cases[_i / MOER_OPERATIONS / TYPES].dims,
                         .type = (enum type)(_i / MOER_OPERATIONS % TYPES),
                         .absent = MASK,
-                        .wide = OUTPUTS,
+                        .wide = cases[_i / MOER_OPERATIONS / TYPES].wide,
                         .seed = 9};
     struct trial *trial = trial_new(&plan);
     for (size_t i = 0; i < trial->count; i++) {
@@ -340,7 +343,7 @@ int main(void) {
         {accumulates, MOER_OPERATIONS * TYPES},
         {no_tokens, MOER_OPERATIONS * TYPES},
         {one_sign, MOER_OPERATIONS * TYPES},
-        {repeated_token, 2 * MOER_OPERATIONS * TYPES},
+        {repeated_token, 3 * MOER_OPERATIONS * TYPES},
         {many_experts, MOER_OPERATIONS},
         {equal_terms, MOER_OPERATIONS},
         {scaling_factor, TYPES},

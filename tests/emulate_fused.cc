@@ -7,17 +7,18 @@
 #define __shared__
 #include "fused.cu"
 #include "reduce.cu"
+#include "columns.cu"
 #include "wide.cu"
 
-/* How G comes: to the fused kernel, as tiles or as entries; to the wide one, as rows. */
-enum logits { TILES, ENTRIES, ROWS };
+/* How G comes: to the fused kernel, as tiles or as entries; to those of wide.cu and columns.cu, as rows. */
+enum logits { TILES, ENTRIES, ROWS, ROWS_BY_COLUMNS };
 
 struct shapes {
     enum logits logits;
     int tokens, hidden, experts, top_k;
     bool accumulate, narrow; /* narrow: the weight gradient is of the operands' type, else float32 */
     int processors;
-    int split_tokens; /* ROWS: 0 lets the kernel's host choose */
+    int split_tokens; /* of rows: 0 lets the kernel's host choose */
 };
 
 /* G as the kernel before leaves it, tiles and entries for whole tiles of tokens; and as a matrix. */
@@ -26,7 +27,7 @@ std::vector<uint32_t> make_logits(const shapes &shapes, problem *problem, std::v
                                   std::mt19937 *numbers) {
     const int tokens = (shapes.tokens + PADDED_TOKENS - 1) / PADDED_TOKENS * PADDED_TOKENS;
     const bool sparse = shapes.logits == ENTRIES;
-    const int multiple = shapes.logits == ROWS ? LOGITS_MULTIPLE : FUSED_LOGITS_MULTIPLE;
+    const int multiple = shapes.logits >= ROWS ? LOGITS_MULTIPLE : FUSED_LOGITS_MULTIPLE;
     problem->logits_stride = (shapes.experts + multiple - 1) / multiple * multiple;
     problem->entries = sparse ? (shapes.top_k + 3) / 4 * 4 : 0;
     std::vector<uint32_t> logits(static_cast<size_t>(tokens) *
@@ -43,7 +44,7 @@ std::vector<uint32_t> make_logits(const shapes &shapes, problem *problem, std::v
             uint16_t bits;
             memcpy(&bits, &narrow, 2);
             const int at = swizzled<T, TILE_TOKENS, A_PANEL>(n % TILE_TOKENS, expert);
-            if (shapes.logits == ROWS)
+            if (shapes.logits >= ROWS)
                 memcpy(reinterpret_cast<char *>(logits.data()) + (n * problem->logits_stride + expert) * 2, &bits, 2);
             else if (sparse)
                 logits[static_cast<size_t>(n * problem->entries + k)] =
@@ -95,7 +96,7 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     problem.logits = reinterpret_cast<char *>(logits.data());
     problem.tokens = rows, problem.hidden = columns, problem.experts = experts, problem.top_k = shapes.top_k;
     problem.kernels = std::is_same<moer_fused::made_for, moer_fused::hopper>::value ? HOPPER : BLACKWELL;
-    problem.fused = shapes.logits != ROWS, problem.accumulate = shapes.accumulate, problem.type = type;
+    problem.fused = shapes.logits < ROWS, problem.accumulate = shapes.accumulate, problem.type = type;
     const auto place = [&](struct rows *matrix, void *data) {
         matrix->data = static_cast<char *>(data);
         matrix->stride = stride;
@@ -108,14 +109,19 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     emulated::processors = shapes.processors;
     emulated::chance.seed(seed);
     std::vector<float> partials;
-    if (shapes.logits == ROWS) {
-        problem.split_tokens = shapes.split_tokens ? shapes.split_tokens : choose_wide_split(problem);
+    if (shapes.logits >= ROWS) {
+        problem.by_columns = shapes.logits == ROWS_BY_COLUMNS;
+        problem.split_tokens = shapes.split_tokens  ? shapes.split_tokens
+                               : problem.by_columns ? choose_columns_split(problem)
+                                                    : choose_wide_split(problem);
         problem.splits = divide_up(rows, problem.split_tokens);
         problem.partial_rows = experts + 1, problem.partial_stride = columns + 4;
         partials.assign(static_cast<size_t>(problem.splits * problem.partial_rows * problem.partial_stride), NAN);
         problem.partials = partials.data();
     }
-    if ((problem.fused ? launch_fused(problem, nullptr) : launch_wide(problem, nullptr)) != cudaSuccess) {
+    if ((problem.fused        ? launch_fused(problem, nullptr)
+         : problem.by_columns ? launch_columns(problem, nullptr)
+                              : launch_wide(problem, nullptr)) != cudaSuccess) {
         printf("the launch failed\n");
         return false;
     }
@@ -140,19 +146,35 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
 int main(int count, char **arguments) {
     const unsigned seeds = count > 1 ? static_cast<unsigned>(atoi(arguments[1])) : 2;
     const shapes cases[] = {
-        {TILES, 1, 64, 16, 2, false, true, 4, 0},         {TILES, 65, 72, 60, 2, true, true, 6, 0},
-        {TILES, 300, 200, 128, 8, false, true, 9, 0},     {TILES, 513, 136, 100, 8, false, false, 40, 0},
-        {TILES, 200, 200, 128, 8, true, false, 4, 0},     {TILES, 130, 1032, 128, 4, false, true, 20, 0},
-        {TILES, 130, 1032, 64, 4, false, true, 4, 0},     {TILES, 6300, 64, 32, 4, false, true, 5, 0},
-        {ENTRIES, 1, 64, 160, 8, false, true, 4, 0},      {ENTRIES, 65, 72, 20, 3, true, true, 6, 0},
-        {ENTRIES, 700, 200, 160, 8, false, true, 9, 0},   {ENTRIES, 513, 264, 128, 16, false, false, 30, 0},
-        {ENTRIES, 1100, 136, 150, 12, false, true, 5, 0}, {ENTRIES, 2300, 64, 160, 1, false, true, 7, 0},
+        {TILES, 1, 64, 16, 2, false, true, 4, 0},
+        {TILES, 65, 72, 60, 2, true, true, 6, 0},
+        {TILES, 300, 200, 128, 8, false, true, 9, 0},
+        {TILES, 513, 136, 100, 8, false, false, 40, 0},
+        {TILES, 200, 200, 128, 8, true, false, 4, 0},
+        {TILES, 130, 1032, 128, 4, false, true, 20, 0},
+        {TILES, 130, 1032, 64, 4, false, true, 4, 0},
+        {TILES, 6300, 64, 32, 4, false, true, 5, 0},
+        {ENTRIES, 1, 64, 160, 8, false, true, 4, 0},
+        {ENTRIES, 65, 72, 20, 3, true, true, 6, 0},
+        {ENTRIES, 700, 200, 160, 8, false, true, 9, 0},
+        {ENTRIES, 513, 264, 128, 16, false, false, 30, 0},
+        {ENTRIES, 1100, 136, 150, 12, false, true, 5, 0},
+        {ENTRIES, 2300, 64, 160, 1, false, true, 7, 0},
         {ENTRIES, 65, 520, 140, 4, false, true, 4, 0},
 #ifdef MOER_FUSED_WGMMA
-        {ROWS, 1, 8, 65, 2, false, true, 4, 0},           {ROWS, 200, 264, 144, 8, false, true, 12, 0},
-        {ROWS, 200, 264, 144, 8, true, true, 12, 0},      {ROWS, 200, 264, 144, 8, false, false, 2, 0},
-        {ROWS, 330, 520, 130, 8, false, true, 12, 128},   {ROWS, 130, 1032, 72, 8, false, true, 6, 64},
+        {ROWS, 1, 8, 65, 2, false, true, 4, 0},
+        {ROWS, 200, 264, 144, 8, false, true, 12, 0},
+        {ROWS, 200, 264, 144, 8, true, true, 12, 0},
+        {ROWS, 200, 264, 144, 8, false, false, 2, 0},
+        {ROWS, 330, 520, 130, 8, false, true, 12, 128},
+        {ROWS, 130, 1032, 72, 8, false, true, 6, 64},
         {ROWS, 520, 72, 300, 8, true, false, 4, 192},
+        {ROWS_BY_COLUMNS, 1, 8, 65, 2, false, true, 4, 0},
+        {ROWS_BY_COLUMNS, 200, 264, 104, 8, false, true, 12, 0},
+        {ROWS_BY_COLUMNS, 200, 776, 40, 8, true, true, 12, 0},
+        {ROWS_BY_COLUMNS, 2300, 64, 128, 8, false, false, 2, 1216},
+        {ROWS_BY_COLUMNS, 1330, 520, 60, 8, false, true, 12, 0},
+        {ROWS_BY_COLUMNS, 700, 17400, 16, 8, false, true, 6, 0},
 #endif
     };
     int failed = 0;
@@ -164,7 +186,7 @@ int main(int count, char **arguments) {
                               : half ? trial<__half, float>(shapes, F16, F32, seed)
                                             : trial<__nv_bfloat16, float>(shapes, BF16, F32, seed);
             if (!good) {
-                static const char *const names[] = {"tiles", "entries", "rows"};
+                static const char *const names[] = {"tiles", "entries", "rows", "rows by columns"};
                 printf("%s, N = %d, H = %d, E = %d, K = %d, seed %u: FAILED\n", names[shapes.logits], shapes.tokens,
                        shapes.hidden, shapes.experts, shapes.top_k, seed);
                 failed++;

@@ -346,6 +346,9 @@ inline char shared[1];
 namespace moer_wide {
 inline char shared[1];
 }
+namespace moer_columns {
+inline char shared[1];
+}
 
 namespace emulated {
 

@@ -76,6 +76,7 @@ static cudaError_t allocate_host(void **data, size_t bytes) {
 #undef launch_fused
 #include "reduce.cu"
 #include "wide.cu"
+#include "columns.cu"
 #include "backend.cu"
 #include "choice.cu"
 #include "paths.cu"

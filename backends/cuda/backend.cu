@@ -184,26 +184,35 @@ class parts {
     int64_t size = 0;
 };
 
+/* Whether columns.cu's kernel is made for such a shape: for so many tokens it is faster than the fused one, to which
+ * more than 8 entries of a token are a burden. */
+bool has_columns_shape(const problem &problem) {
+    enum { FEWEST = 8192, FEWEST_OF_MANY_SLOTS = 3072, FEW_SLOTS = 8, MOST_EXPERTS = 128, MOST = 1 << 30 };
+    const bool many = problem.operation == MOER_SIGMOID_TOPK_BACKWARD && problem.top_k > FEW_SLOTS;
+    return problem.kernels == HOPPER && problem.type != F32 &&
+           problem.tokens >= (many ? FEWEST_OF_MANY_SLOTS : FEWEST) && problem.tokens <= MOST && problem.experts > 0 &&
+           problem.experts <= MOST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0;
+}
+
 /* Whether the fused kernel is made for such a shape. On Hopper more columns would leave too few multiprocessors to the
- * hidden gradient, and for more tokens of a dense G and more than half of its experts wide.cu's kernel is faster. */
+ * hidden gradient. */
 bool has_fused_shape(const problem &problem) {
-    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS_DENSE = 8192, MOST_TOKENS = 1 << 30 };
+    enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS = 1 << 30 };
     const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD, hopper = problem.kernels == HOPPER;
-    const bool fewer = softmax && hopper && problem.experts > FUSED_EXPERTS / 2;
-    return problem.kernels != GENERIC && problem.type != F32 && problem.tokens > 0 &&
-           problem.tokens <= (fewer ? MOST_TOKENS_DENSE : MOST_TOKENS) && problem.experts > 0 &&
+    return problem.kernels != GENERIC && !has_columns_shape(problem) && problem.type != F32 && problem.tokens > 0 &&
+           problem.tokens <= MOST_TOKENS && problem.experts > 0 &&
            problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
            (softmax || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
            (!hopper || divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES);
 }
 
-/* Whether wide.cu's kernel is made for such a shape: where the fused one is not, and tiles of 128 experts are not
+/* Whether wide.cu's kernel is made for such a shape: where the others are not, and tiles of 128 experts are not
  * mostly empty. */
 bool has_wide_shape(const problem &problem) {
     enum { FEWEST_EXPERTS = 65, MOST = 1 << 30 };
-    return problem.kernels == HOPPER && problem.type != F32 && !has_fused_shape(problem) && problem.tokens > 0 &&
-           problem.tokens <= MOST && problem.experts >= FEWEST_EXPERTS && problem.hidden > 0 &&
-           problem.hidden <= MOST && problem.hidden % 8 == 0;
+    return problem.kernels == HOPPER && problem.type != F32 && !has_fused_shape(problem) &&
+           !has_columns_shape(problem) && problem.tokens > 0 && problem.tokens <= MOST &&
+           problem.experts >= FEWEST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0;
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */
@@ -232,6 +241,8 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
         return STEP;
     if (has_fused_shape(problem))
         return LONGEST_CHAIN;
+    if (has_columns_shape(problem))
+        return choose_columns_split(problem);
     if (has_wide_shape(problem))
         return choose_wide_split(problem);
     int64_t splits = ENOUGH_TILES / (tiles < ENOUGH_TILES ? tiles : ENOUGH_TILES);
@@ -246,7 +257,8 @@ int64_t choose_split(const problem &problem, int64_t tiles) {
 size_t lay_out(problem *problem, bool fused) {
     parts parts;
     problem->fused = fused;
-    problem->wide = !fused && has_wide_shape(*problem) && fits_one_kernel(*problem);
+    problem->by_columns = !fused && has_columns_shape(*problem) && fits_one_kernel(*problem);
+    problem->wide = !fused && !problem->by_columns && has_wide_shape(*problem) && fits_one_kernel(*problem);
     problem->entries = 0;
     if (fused && problem->operation == MOER_SIGMOID_TOPK_BACKWARD)
         problem->entries = round_up(problem->top_k > 0 ? problem->top_k : 1, 4);
@@ -389,9 +401,10 @@ enum moer_status launch_all(const problem &problem, cudaStream_t stream, moer_me
     if (problem.tokens > 0)
         error = problem.entries ? launch_entries(problem, stream) : launch_logits(problem, stream);
     if (error == cudaSuccess)
-        error = problem.fused  ? launch_fused(problem, stream)
-                : problem.wide ? launch_wide(problem, stream)
-                               : launch_products(problem, stream);
+        error = problem.fused        ? launch_fused(problem, stream)
+                : problem.by_columns ? launch_columns(problem, stream)
+                : problem.wide       ? launch_wide(problem, stream)
+                                     : launch_products(problem, stream);
     return error == cudaSuccess ? MOER_OK : cuda_failed(message, error, "a kernel could not be launched");
 }
 
@@ -492,8 +505,8 @@ enum moer_status explain(enum moer_operation operation, const void *args, moer_m
                      : !tuned                   ? "mma.sync"
                      : choice.kernels == HOPPER ? "wgmma"
                                                 : "tcgen05",
-                     problem.fused || problem.wide ? " by one kernel" : "", static_cast<long long>(problem.splits),
-                     static_cast<long long>(problem.split_tokens), unfit, why);
+                     problem.fused || problem.wide || problem.by_columns ? " by one kernel" : "",
+                     static_cast<long long>(problem.splits), static_cast<long long>(problem.split_tokens), unfit, why);
 }
 
 /* What MOER_CUDA_ARCH makes of a device's calls, where it is set; the length of the line. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CUDA backend: what its files share. A call becomes a struct problem, which goes to the kernels by value;
- * logits.cu or entries.cu makes G, products.cu, fused.cu or wide.cu multiplies it, launch order and memory are
- * backend.cu's. */
+ * logits.cu or entries.cu makes G, products.cu, fused.cu, wide.cu or columns.cu multiplies it, launch order and memory
+ * are backend.cu's. */
 #pragma once
 
 #include <cuda_bf16.h>
@@ -79,7 +79,7 @@ struct problem {
     int weight_rows;
     enum moer_operation operation;
     enum kernels kernels;
-    bool wide; /* both products by wide.cu's kernel */
+    bool wide, by_columns; /* both products by wide.cu's kernel, or by columns.cu's */
 };
 
 /* The products' G has rows of whole panels, and their tiles so many columns; the fused kernel's tiles of G have so many
@@ -103,6 +103,16 @@ enum {
 
 __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
     return (value + by - 1) / by;
+}
+
+/* Tokens of a chain of the weight gradient's sums, at most, for wide.cu and columns.cu. What tensor cores lose by
+ * truncation is in proportion to the chain, what may be lost to all tokens: two chains or more are safe, and one is
+ * where the rounding of the result allows for more than that. */
+inline int64_t longest_chain(const struct problem &problem) {
+    enum { LONGEST = 4 * LONGEST_CHAIN };
+    const bool rounded = problem.grad_weight.type != F32 && !problem.accumulate;
+    const int64_t chain = rounded ? LONGEST : divide_up(problem.tokens, 2 * PADDED_TOKENS) * PADDED_TOKENS;
+    return chain < LONGEST_CHAIN ? LONGEST_CHAIN : chain < LONGEST ? chain : LONGEST;
 }
 
 /* Whether rows, of elements of so many bytes, can be copied in chunks. */
@@ -156,12 +166,14 @@ cudaError_t launch_entries(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_products(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_fused(const struct problem &problem, cudaStream_t stream);
 cudaError_t launch_wide(const struct problem &problem, cudaStream_t stream);
+cudaError_t launch_columns(const struct problem &problem, cudaStream_t stream);
 
 /* The weight gradient from its partial sums, of which there is at least one. */
 cudaError_t launch_reduction(const struct problem &problem, cudaStream_t stream);
 
-/* Tokens of a split for launch_wide(), by shapes alone. */
+/* Tokens of a split for launch_wide() and launch_columns(), by shapes and types alone. */
 int64_t choose_wide_split(const struct problem &problem);
+int64_t choose_columns_split(const struct problem &problem);
 
 /* The launchers hand dtypes to templates. */
 template <typename T>

@@ -452,7 +452,7 @@ int64_t choose_wide_split(const problem &problem) {
     int64_t best = 0, best_cost = 0;
     work work;
     const units hidden = hidden_units(problem, &work);
-    const int64_t fewest = divide_up(problem.tokens, LONGEST_CHAIN);
+    const int64_t fewest = divide_up(problem.tokens, longest_chain(problem));
     for (int64_t splits = fewest; splits <= fewest * MOST_SPLITS; splits += divide_up(splits, 2)) {
         const int64_t tokens = divide_up(divide_up(problem.tokens, splits), PANEL) * PANEL;
         if (best && tokens < FEWEST)

@@ -106,13 +106,9 @@ __host__ __device__ inline int64_t divide_up(int64_t value, int64_t by) {
 }
 
 /* Tokens of a chain of the weight gradient's sums, at most, for wide.cu and columns.cu. What tensor cores lose by
- * truncation is in proportion to the chain, what may be lost to all tokens: two chains or more are safe, and one is
- * where the rounding of the result allows for more than that. */
+ * truncation may add up where terms are alike; a result that is rounded to 16 bits allows for four times as much. */
 inline int64_t longest_chain(const struct problem &problem) {
-    enum { LONGEST = 4 * LONGEST_CHAIN };
-    const bool rounded = problem.grad_weight.type != F32 && !problem.accumulate;
-    const int64_t chain = rounded ? LONGEST : divide_up(problem.tokens, 2 * PADDED_TOKENS) * PADDED_TOKENS;
-    return chain < LONGEST_CHAIN ? LONGEST_CHAIN : chain < LONGEST ? chain : LONGEST;
+    return problem.grad_weight.type != F32 && !problem.accumulate ? 4 * LONGEST_CHAIN : LONGEST_CHAIN;
 }
 
 /* Whether rows, of elements of so many bytes, can be copied in chunks. */

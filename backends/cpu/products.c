@@ -77,7 +77,7 @@ static struct plan make_plan(const struct problem *problem, int blas) {
         plan.scratch = take(&plan.bytes, column_bytes * (size_t)plan.columns);
     } else {
         int64_t slices = (problem->hidden + SLICE_COLUMNS - 1) / SLICE_COLUMNS;
-        plan.columns = SLICE_COLUMNS;
+        plan.columns = dense ? SLICE_COLUMNS : SPARSE_SLICE_COLUMNS;
         plan.thread_bytes = slice_scratch(problem, plan.block, plan.pairs);
         int64_t fit = plan.thread_bytes ? (int64_t)(SCRATCH_BYTES / plan.thread_bytes) : MOST_THREADS;
         plan.threads = (int)clamp(clamp(slices, 1, fit > 0 ? fit : 1), 1, MOST_THREADS);
@@ -189,7 +189,7 @@ static void run_slice(const struct problem *problem, const struct plan *plan, in
                       int64_t column) {
     struct slice_job job = {.problem = problem,
                             .column = column,
-                            .columns = clamp(problem->hidden - column, 0, SLICE_COLUMNS),
+                            .columns = clamp(problem->hidden - column, 0, plan->columns),
                             .sums = slice_sums(problem, plan, column),
                             .lost = slice_lost(problem, plan, column),
                             .scratch = at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
@@ -235,14 +235,17 @@ static void run_turn(const struct problem *problem, const struct plan *plan, int
         }
     }
 #pragma omp for schedule(dynamic)
-    for (int64_t column = 0; column < problem->hidden; column += SLICE_COLUMNS)
+    for (int64_t column = 0; column < problem->hidden; column += plan->columns)
         run_slice(problem, plan, first, count, column);
 }
 
-static void run_own(const struct problem *problem, const struct plan *plan) {
+static void run_own(const struct problem *problem, struct plan *plan) {
     double terms = (double)problem->tokens * (double)problem->hidden *
                    (double)(problem->sparse_row ? problem->top_k : problem->experts);
     int threads = (int)clamp(omp_get_max_threads(), 1, terms < WORTH_A_THREAD ? 1 : plan->threads);
+    /* Wide slices where there are two or more for each thread. */
+    if (problem->hidden < 2 * threads * plan->columns)
+        plan->columns = SLICE_COLUMNS;
 #pragma omp parallel num_threads(threads)
     {
         fenv_t before = plain_arithmetic();

@@ -2,13 +2,13 @@
 /* The products of a block of tokens and a slice of hidden columns, compiled once for each instruction set.
  *
  *     dense G    grad_hidden_states = G . W and grad_weight += G^T . X are the same loop: a tile of TILE_ROWS x
- *                TILE_COLUMNS sums in registers, one term at a time, G broadcast, W or X from a panel.
- *     sparse G   both are the same loop too: a row of sums in registers, a non-zero at a time, each picking a row of
- * the panel.
+ *                TILE_COLUMNS sums in registers, one term at a time, G broadcast, W or X from a panel. The panel is the
+ *                slice of W or X as float32, in columns as wide as the loop takes them, so that it is read front to
+ *                back; widening costs one pass for 100 or more products an element, and spares the loops all knowledge
+ *                of dtypes.
+ *     sparse G   sparse.h.
  *
- * A panel is the slice of W or X as float32, in columns as wide as the loop takes them, so that it is read front to
- * back; widening costs one pass for 100 or more products an element, and spares the loops all knowledge of dtypes. Each
- * lane of a vector does what a scalar would do, whatever the slice's width or the tile's height: the bits of a sum
+ * Each lane of a vector does what a scalar would do, whatever the slice's width or the tile's height: the bits of a sum
  * depend on its terms alone. Terms are added in ascending order, in chains of CHAIN, and the chains to their sum in
  * order: a long chain of float32 additions would lose more than the bounds allow. */
 #include "slice.h"
@@ -24,8 +24,6 @@ enum {
     LANES = VECTOR_BYTES / (int)sizeof(float),
     TILE_VECTORS = 2,
     TILE_COLUMNS = TILE_VECTORS * LANES,
-    SPARSE_COLUMNS = 64,
-    SPARSE_VECTORS = SPARSE_COLUMNS / LANES,
     CHAIN = 64,
     PREFETCH_ROWS = 8
 };
@@ -167,10 +165,17 @@ static void tile(int64_t rows, int64_t terms, const float *g, int64_t row, int64
         tile_rows(1, terms, g, row, term, panel, sums);
 }
 
-static void add_to_weight(const struct slice_job *job, int64_t expert, int64_t column, const float *from,
-                          int64_t count) {
-    int64_t offset = expert * job->columns + column;
-    accumulate(job->sums + offset, job->lost ? job->lost + offset : NULL, from, count);
+static inline void add_to_weight(const struct slice_job *job, int64_t expert, int64_t column, const float *from,
+                                 int64_t count) {
+    float *sums = job->sums + expert * job->columns + column;
+    float *lost = job->lost ? job->lost + expert * job->columns + column : NULL;
+    if (job->first > 0) {
+        accumulate(sums, lost, from, count);
+        return;
+    }
+    memcpy(sums, from, (size_t)count * sizeof *sums);
+    if (lost)
+        memset(lost, 0, (size_t)count * sizeof *lost);
 }
 
 /* grad_hidden_states of the block, dense G: tokens x experts times experts x columns. */
@@ -222,79 +227,7 @@ static void dense_weight(const struct slice_job *job, float *panel) {
         }
 }
 
-/* sums[] += sum over the entries of value * panel[index][]. A NULL panel: the rows of source, from column. */
-static void sparse_chains(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
-                          int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
-    _Alignas(64) float widened[SPARSE_COLUMNS] = {0};
-    for (int64_t start = 0; start < count; start += CHAIN) {
-        vector chain[SPARSE_VECTORS] = {{0}};
-        int64_t end = smaller(start + CHAIN, count);
-        for (int64_t i = start; i < end; i++) {
-            const float *row = widened;
-            if (panel)
-                row = panel + (int64_t)entries[i].index * SPARSE_COLUMNS;
-            else
-                widen(widened, element_address(source, entries[i].index, column), source->type, valid);
-#pragma GCC unroll 16
-            for (int v = 0; v < SPARSE_VECTORS; v++)
-                chain[v] += entries[i].value * ((const vector *)row)[v];
-        }
-#pragma GCC unroll 16
-        for (int v = 0; v < SPARSE_VECTORS; v++)
-            ((vector *)sums)[v] += chain[v];
-    }
-}
-
-/* The same, in groups of as many terms as a dense panel has. */
-static void sparse_sum(const union entry *entries, int64_t count, const float *panel, const struct rows *source,
-                       int64_t column, int64_t valid, float sums[SPARSE_COLUMNS]) {
-    memset(sums, 0, sizeof(float[SPARSE_COLUMNS]));
-    sparse_chains(entries, smaller(count, PANEL_EXPERTS), panel, source, column, valid, sums);
-    if (count <= PANEL_EXPERTS)
-        return;
-    float lost[SPARSE_COLUMNS] = {0};
-    for (int64_t start = PANEL_EXPERTS; start < count; start += PANEL_EXPERTS) {
-        _Alignas(64) float group[SPARSE_COLUMNS] = {0};
-        sparse_chains(entries + start, smaller(count - start, PANEL_EXPERTS), panel, source, column, valid, group);
-        accumulate(sums, lost, group, SPARSE_COLUMNS);
-    }
-    float before[SPARSE_COLUMNS];
-    memcpy(before, sums, sizeof before);
-    total(sums, before, lost, SPARSE_COLUMNS);
-}
-
-static void sparse_hidden(const struct slice_job *job, float *panel) {
-    const struct problem *problem = job->problem;
-    int64_t panel_experts = slice_panel_experts(problem);
-    _Alignas(64) float sums[SPARSE_COLUMNS];
-    if (!job->again)
-        pack(panel, SPARSE_COLUMNS, &problem->weight, 0, panel_experts, job->column, job->columns);
-    for (int64_t column = 0; column < job->columns; column += SPARSE_COLUMNS) {
-        int64_t valid = smaller(SPARSE_COLUMNS, job->columns - column);
-        const float *rows = panel_experts > 0 ? panel + column * panel_experts : NULL;
-        for (int64_t token = 0; token < job->count; token++) {
-            sparse_sum(job->logits.sparse + token * problem->top_k, job->logits.counts[token], rows, &problem->weight,
-                       job->column + column, valid, sums);
-            narrow(element_address(&problem->grad_hidden, job->first + token, job->column + column),
-                   problem->grad_hidden.type, sums, valid);
-        }
-    }
-}
-
-static void sparse_weight(const struct slice_job *job, float *panel) {
-    const struct problem *problem = job->problem;
-    const int32_t *ends = job->logits.expert_ends;
-    _Alignas(64) float sums[SPARSE_COLUMNS];
-    pack(panel, SPARSE_COLUMNS, &problem->hidden_states, job->first, job->count, job->column, job->columns);
-    for (int64_t column = 0; column < job->columns; column += SPARSE_COLUMNS)
-        for (int64_t expert = 0; expert < problem->experts; expert++) {
-            int64_t count = ends[expert + 1] - ends[expert];
-            if (count == 0)
-                continue;
-            sparse_sum(job->logits.by_expert + ends[expert], count, panel + column * job->count, NULL, 0, 0, sums);
-            add_to_weight(job, expert, column, sums, smaller(SPARSE_COLUMNS, job->columns - column));
-        }
-}
+#include "sparse.h"
 
 #ifdef __AVX512BF16__
 #include "pairs.h"
@@ -304,24 +237,19 @@ static void slice(const struct slice_job *job) {
     const struct problem *problem = job->problem;
     float *weight_panel = job->scratch;
     float *hidden_panel = weight_panel + slice_panel_experts(problem) * SLICE_COLUMNS;
-    size_t sums_bytes = (size_t)(problem->experts * job->columns) * sizeof(float);
-    if (problem->grad_weight.data && job->first == 0)
-        memset(job->sums, 0, sums_bytes);
-    if (problem->grad_weight.data && job->first == 0 && job->lost)
-        memset(job->lost, 0, sums_bytes);
 #ifdef __AVX512BF16__
     if (job->logits.pairs.by_token) {
         slice_of_pairs(job);
         return;
     }
 #endif
-    if (problem->grad_weight.data && problem->sparse_row)
-        sparse_weight(job, hidden_panel);
-    else if (problem->grad_weight.data)
+    if (problem->sparse_row) {
+        sparse_slice(job);
+        return;
+    }
+    if (problem->grad_weight.data)
         dense_weight(job, hidden_panel);
-    if (problem->grad_hidden.data && problem->sparse_row)
-        sparse_hidden(job, weight_panel);
-    else if (problem->grad_hidden.data)
+    if (problem->grad_hidden.data)
         dense_hidden(job, weight_panel, hidden_panel + (problem->grad_weight.data ? job->count * SLICE_COLUMNS : 0));
 }
 

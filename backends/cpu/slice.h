@@ -7,10 +7,12 @@
 #include "cpu.h"
 
 enum {
-    SLICE_COLUMNS = 128,  /* a slice's width: with a block's tokens it fits the L2 cache as float32 */
-    BLOCK_TOKENS = 512,   /* most tokens of a block */
-    PANEL_EXPERTS = 512,  /* rows of the gate held as float32 at a time, dense G */
-    SPARSE_EXPERTS = 2048 /* the same for sparse G; with more experts than this, rows are widened one by one */
+    SLICE_COLUMNS = 128,        /* a slice's width: with a block's tokens it fits the L2 cache as float32 */
+    SPARSE_SLICE_COLUMNS = 256, /* the same, at most, for sparse G: wider, so that fewer pages are visited */
+    STRIP_COLUMNS = 64,         /* at most: what is done of such a slice at a time */
+    BLOCK_TOKENS = 512,         /* most tokens of a block */
+    PANEL_EXPERTS = 512,        /* rows of the gate held as float32 at a time, dense G */
+    SPARSE_EXPERTS = 2048       /* the same for sparse G; with more experts than this, rows are widened one by one */
 };
 
 /* Dense G of a block once more, as pairs of bfloat16 (pairs.h): strides are in pairs, whole multiples of PAIR_MULTIPLE
@@ -78,13 +80,15 @@ static inline int64_t slice_panel_experts(const struct problem *problem) {
 /* Bytes of scratch for blocks of so many tokens. */
 static inline size_t slice_scratch(const struct problem *problem, int64_t tokens, int pairs) {
     int64_t rows = slice_panel_experts(problem);
+    if (problem->sparse_row) /* the gate, and a strip of hidden states */
+        return (size_t)(rows * SPARSE_SLICE_COLUMNS + tokens * STRIP_COLUMNS) * (problem->weight.type == BF16 ? 2 : 4);
     if (pairs) /* a row for a word; the gate's pairs; what the float32 kernels want of gate or hidden states */
         return (size_t)(1 + pair_stride(problem->experts) + PAIR_MULTIPLE +
                         (problem->experts > tokens ? problem->experts : tokens)) *
                SLICE_COLUMNS * sizeof(float);
     if (problem->grad_weight.data)
         rows += tokens; /* hidden states */
-    if (problem->grad_hidden.data && !problem->sparse_row && problem->experts > PANEL_EXPERTS)
+    if (problem->grad_hidden.data && problem->experts > PANEL_EXPERTS)
         rows += 2 * tokens; /* sums of grad_hidden_states over the panels, and what they lost */
     return (size_t)rows * SLICE_COLUMNS * sizeof(float);
 }

@@ -17,6 +17,12 @@ static struct plan plan_of(int each, struct dims dims, uint64_t seed) {
                          .seed = seed};
 }
 
+static void copy_matrix(const DLTensor *to, const DLTensor *from) {
+    for (int64_t i = 0; i < to->shape[0]; i++)
+        for (int64_t j = 0; j < to->shape[1]; j++)
+            set_element(to, i, j, 0, get_element(from, i, j, 0));
+}
+
 static int64_t *iota(int64_t first, int64_t count) {
     int64_t *numbers = malloc((size_t)count * sizeof *numbers);
     for (int64_t i = 0; i < count; i++)
@@ -209,6 +215,28 @@ START_TEST(linear) {
 }
 END_TEST
 
+/* Rounding is to nearest even: products of two bfloat16, exact in float32, lie halfway between two once in 256 times.
+ */
+START_TEST(ties_to_even) {
+    struct plan plan = {.operation = MOER_SIGMOID_TOPK_BACKWARD, .dims = {130, 200, 24, 1}, .type = BF16, .seed = 7};
+    struct trial *narrow = trial_new(&plan);
+    struct trial *expected = trial_new(&plan);
+    plan.wide = OUTPUTS;
+    struct trial *wide = trial_new(&plan);
+    for (int64_t n = 0; n < plan.dims.tokens; n++) { /* with a weight of 1 G would be zero */
+        set_element(call_tensor(&narrow->call, "topk_weights_normalized"), n, 0, 0, 0.5);
+        set_element(call_tensor(&wide->call, "topk_weights_normalized"), n, 0, 0, 0.5);
+    }
+    trial_check(narrow);
+    trial_check(wide);
+    copy_matrix(trial_output(expected, 0), trial_output(wide, 0));
+    same_bits(trial_output(narrow, 0), trial_output(expected, 0), "rounded");
+    trial_free(narrow);
+    trial_free(expected);
+    trial_free(wide);
+}
+END_TEST
+
 /* ---- Tokens ---- */
 
 /* Reversed and rotated: every token meets other neighbours. */
@@ -268,12 +296,6 @@ START_TEST(token_in_any_batch) {
 }
 END_TEST
 
-static void copy_matrix(const DLTensor *to, const DLTensor *from) {
-    for (int64_t i = 0; i < to->shape[0]; i++)
-        for (int64_t j = 0; j < to->shape[1]; j++)
-            set_element(to, i, j, 0, get_element(from, i, j, 0));
-}
-
 /* A second batch accumulated onto the first is the gradient of both together. */
 START_TEST(batches_add_up) {
     struct plan plan = plan_of(_i, (struct dims){150, 40, 24, 4}, 5);
@@ -299,6 +321,7 @@ int main(void) {
         {finite_differences, MOER_OPERATIONS},
         {rows_sum_to_zero, 4},
         {linear, 2 * MOER_OPERATIONS},
+        {ties_to_even, 1},
         {token_order, EACH},
         {token_alone, EACH},
         {token_in_any_batch, EACH},

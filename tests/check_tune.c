@@ -165,7 +165,14 @@ static const struct {
     {"echo fast it; echo right", MOER_OK, "found right", LONG_MS},
     {"echo fast it; printf 'rig'; sleep 0.1; echo ht", MOER_OK, "found right", LONG_MS},
     {"echo fast it; echo wrong by a hair", MOER_DEVICE, "fake_fast is wrong: by a hair", LONG_MS},
-    {"echo fast it; echo wrong by a hair; exit 3", MOER_UNAVAILABLE, "status 3", LONG_MS},
+    {"echo fast it; echo wrong by a hair; exit 3", MOER_DEVICE, "is wrong: by a hair", LONG_MS},
+    {"echo fast it; echo wrong by a hair; exec sleep 1000", MOER_DEVICE, "is wrong: by a hair", SHORT_MS},
+    {"echo doing it; echo wrong by a hair; kill -SEGV $$", MOER_DEVICE, "is wrong: by a hair", LONG_MS},
+    {"echo fast it; echo trouble and strife; exec sleep 1000", MOER_UNAVAILABLE, "do its work: and strife", SHORT_MS},
+    {"echo fast it; echo trouble and strife; kill -SEGV $$", MOER_UNAVAILABLE, "do its work: and strife", LONG_MS},
+    {"echo fast this; kill -STOP $$", MOER_UNAVAILABLE, "could not do its work: it was stopped: this", SHORT_MS},
+    /* Another process, which this one knows nothing of, has the pipe open. */
+    {"echo fast this; sleep 3 & echo right", MOER_OK, "found right", SHORT_MS},
     {"echo fast this; kill -SEGV $$", MOER_DEVICE, "signal 11 (Segmentation fault): this", LONG_MS},
     {"echo fast this; echo fast that; kill -ABRT $$", MOER_DEVICE, "signal 6 (Aborted): that", LONG_MS},
     {"echo fast this; echo right; kill -BUS $$", MOER_DEVICE, "signal 7 (Bus error): this", LONG_MS},
@@ -235,6 +242,17 @@ START_TEST(endings_of_the_check) {
                       entry->d_name);
     if (own)
         closedir(own);
+}
+END_TEST
+
+/* The time in which this process is stopped does not count. */
+START_TEST(stopped_meanwhile) {
+    char text[1024], script[128];
+    const int own = (int)getpid();
+    snprintf(script, sizeof script,
+             "echo fast it; sleep 0.2; kill -STOP %d; sleep 3.5; kill -CONT %d; sleep 0.2; echo right", own, own);
+    put_script(script);
+    ck_assert_msg(tune(text, 3000) == MOER_OK, "%s", moer_last_error());
 }
 END_TEST
 
@@ -765,6 +783,8 @@ static const struct {
     {"packed", MOER_DEVICE, {"bfloat16, strided, N = 300", "grad_gate_weight[", "another row than its own"}},
     {"beside", MOER_DEVICE, {"bfloat16, strided, N = 300, H = 80", "grad_hidden_states[0,80]", "is 1, not "}},
     {"many", MOER_DEVICE, {"N = 8257, H = 200, E = 128", "grad_hidden_states[8256,0]", "is 1, not "}},
+    {"swizzle, crash", MOER_DEVICE, {"signal 11", "softmax_topk_backward, bfloat16", ", a pattern"}},
+    {"swizzle, no memory", MOER_DEVICE, {"softmax_topk_backward, bfloat16", "grad_hidden_states[", "one of "}},
     {"crash", MOER_DEVICE, {"signal 11", "softmax_topk_backward, bfloat16", "N = 0"}},
     {"device", MOER_DEVICE, {"an illegal address", "softmax_topk_backward, bfloat16", "N = 0"}},
     {"hang", MOER_DEVICE, {"no progress in 3000 ms: ", "softmax_topk_backward, bfloat16", "N = 0"}},
@@ -813,6 +833,7 @@ int main(void) {
         int count;
     } tests[] = {
         {endings_of_the_check, LENGTH(endings)},
+        {stopped_meanwhile, 1},
         {slow_progress, 1},
         {no_check_to_run, 1},
         {child_is_clean, 1},

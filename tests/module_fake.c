@@ -156,7 +156,7 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
         is_softmax ? softmax->grad_gate_weight : sigmoid->grad_weight,
         is_softmax ? softmax->grad_logits : sigmoid->grad_logits,
         is_softmax ? softmax->accumulate : sigmoid->accumulate,
-        is_fast && path_is("swizzle"),
+        is_fast && (path_is("swizzle") || path_is("swizzle, crash") || path_is("swizzle, no memory")),
         is_fast && path_is("row"),
         is_fast && path_is("stride"),
         is_fast && path_is("tail"),
@@ -168,6 +168,11 @@ static enum moer_status compute(enum moer_operation operation, const void *args,
     float g[MOST_EXPERTS];
     if ((is_fast || tokens == 17) && break_path(is_fast ? "" : "generic ", message))
         return MOER_DEVICE;
+    static int misplaced; /* what is wrong once breaks the next time */
+    if (with.swizzle && tokens > 0 && !path_is("swizzle") && misplaced++ > 0 && path_is("swizzle, crash"))
+        raise(SIGSEGV);
+    if (misplaced > 1)
+        return moer_fail(message, MOER_NO_MEMORY, "nothing is left");
     if (!is_fast && tokens >= 1024) /* the slower path */
         usleep(SLOW_US);
     if (is_fast && path_is("many") && tokens > 8200)

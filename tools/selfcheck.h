@@ -23,6 +23,8 @@ void report_end(const char *word, const char *format, ...);
 /* "softmax_topk_backward, bfloat16, N = 1087, H = 2048, E = 128, K = 8" */
 enum { CASE_TEXT = 160 };
 void selfcheck_describe(const struct selfcheck_case *one, char text[CASE_TEXT]);
+/* The fast path has been found wrong, in these words: whatever happens from now on is its doing. */
+void blame(const char *difference);
 /* MOER_OK, or the end. */
 void need(enum moer_status status, const struct selfcheck_case *one);
 

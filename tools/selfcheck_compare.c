@@ -115,9 +115,13 @@ static void explain(const struct selfcheck_case *one, int output, char *text, si
 /* Says what is wrong with an output, and ends. */
 static void name_fault(const struct selfcheck_case *one, const struct results *must, int output, const DLTensor *is,
                        int64_t count, int64_t first, const char *how) {
-    char text[CASE_TEXT], why[240] = "with patterns it is right: it depends on the data, or on time";
+    char text[CASE_TEXT], difference[300], why[240] = "with patterns it is right: it depends on the data, or on time";
     const int64_t width = is->shape[1], i = first / width, j = first % width;
     selfcheck_describe(one, text);
+    snprintf(difference, sizeof difference, "%s%s: %s[%lld,%lld] is %g, not %g, one of %lld", text, how,
+             must->names[output], (long long)i, (long long)j, get_element(is, i, j, 0),
+             get_element(must->outputs[output], i, j, 0), (long long)count);
+    blame(difference);
     if (is_poison(is, first)) {
         snprintf(why, sizeof why, "it was not written%s",
                  first % width == 0 && count == (is->shape[0] - i) * width ? ", nor was any behind it: a lost tail"
@@ -127,9 +131,7 @@ static void name_fault(const struct selfcheck_case *one, const struct results *m
     } else {
         explain(one, output, why, sizeof why);
     }
-    report_end("wrong", "%s%s: %s[%lld,%lld] is %g, not %g, one of %lld%s%s", text, how, must->names[output],
-               (long long)i, (long long)j, get_element(is, i, j, 0), get_element(must->outputs[output], i, j, 0),
-               (long long)count, *why ? "; " : "", why);
+    report_end("wrong", "%s%s%s", difference, *why ? "; " : "", why);
 }
 
 void trial_compare(const struct trial *trial, const struct results *must, const char *how) {

@@ -191,7 +191,8 @@ bool has_columns_shape(const problem &problem) {
     const bool many = problem.operation == MOER_SIGMOID_TOPK_BACKWARD && problem.top_k > FEW_SLOTS;
     return problem.kernels == HOPPER && problem.type != F32 &&
            problem.tokens >= (many ? FEWEST_OF_MANY_SLOTS : FEWEST) && problem.tokens <= MOST && problem.experts > 0 &&
-           problem.experts <= MOST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0;
+           problem.experts <= MOST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0 &&
+           columns_keep_busy(problem);
 }
 
 /* Whether the fused kernel is made for such a shape. On Hopper more columns would leave too few multiprocessors to the
@@ -231,9 +232,9 @@ bool fuses(const problem &problem) {
     return has_fused_shape(problem) && fits_one_kernel(problem);
 }
 
-/* Tokens of a split of the weight gradient, by shapes and by which kernels the device has, but not by where the tensors
- * lie: few splits, since each costs a write and a read of the whole gradient, but as many as give most multiprocessors
- * a tile. The fused kernel's chains are splits too. */
+/* Tokens of a split of the weight gradient, by shapes, by which kernels the device has and by how the gradient is
+ * rounded, but not by where the tensors lie: few splits, since each costs a write and a read of the whole gradient, but
+ * as many as give most multiprocessors a tile. The fused kernel's chains are splits too. */
 int64_t choose_split(const problem &problem, int64_t tiles) {
     enum { FEWEST = 320, ENOUGH_TILES = 96, STEP = TILE_TOKENS };
     const int64_t tokens = problem.tokens;
@@ -448,11 +449,13 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     const enum moer_status status = plan(operation, args, &problem, &device, message);
     if (status)
         return status;
-    /* Enough for whichever kernels the call will take. */
+    /* Enough for whichever kernels the call will take, whether or not it accumulates. */
     *bytes = 0;
     for (enum kernels kernels : {GENERIC, HOPPER, BLACKWELL})
-        for (bool fused : {false, true}) {
+        for (int either = 0; either < 4; either++) {
+            const bool fused = either / 2;
             problem.kernels = kernels;
+            problem.accumulate = either % 2;
             const size_t size = !fused || has_fused_shape(problem) ? lay_out(&problem, fused) : 0;
             *bytes = *bytes > size ? *bytes : size;
         }

@@ -2,19 +2,20 @@
 /* Both products of an operation by one kernel, for sm_90a and long batches of up to 128 experts: what a block has of G
  * and of hidden states it uses for both, so that memory's pace is all that is left.
  *
- * A block has a slice of columns, whose part of the gate its warps hold in registers, and goes down a split of the
+ * A block has 128 columns, whose part of the gate its warps hold in registers, and goes down a split of the
  * tokens, 64 at a time: the gate times G becomes grad_hidden_states, transposed; the hidden states' transpose times G
- * is added to the slice's weight gradient, all experts of it, in registers, which at the end are left to reduce.cu. Two
- * warpgroups have 64 columns each, and begin a tile's products before they store the last one's results.
+ * is added to these columns' weight gradient, all experts of it, in registers, which at the end are left to reduce.cu.
+ * Two warpgroups have 64 columns each, and begin a tile's products before they store the last one's results.
  *
- * Two blocks, a cluster, have slices side by side, and each copies half of a tile of G to both. Blocks of all slices go
- * down together: clusters that have a stretch of tiles each, wherever it begins, took a fifth longer.
+ * Two blocks, a cluster, have 256 columns, a slice, and each copies half of a tile of G to both. Blocks of all slices
+ * go down together: clusters with twice the columns and a stretch of tiles each, wherever it began, took up to a fifth
+ * longer.
  *
  * Bytes, of 64 tokens by 128 columns of 128 experts: from the second-level cache 16 KB of hidden states and 8 of G, to
  * it 16 KB. Through shared memory 150 KB, 1200 clocks, for 1024 of products; memory takes 1700, or a tenth more where
  * reads and writes mix like this.
  *
- * Budget: 168 registers a thread, of which the warpgroup that copies gives up most; 226 KB of shared memory. */
+ * Budget: 168 registers a thread, of which the warpgroup that copies gives up most; 225 KB of shared memory. */
 #include "fused.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
@@ -339,11 +340,24 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
 
 } // namespace moer_columns
 
+/* Clusters' slices, and splits that clusters work on at once. */
+static int64_t slices_of(const problem &problem) {
+    return divide_up(problem.hidden, moer_columns::CLUSTER * moer_columns::COLUMNS);
+}
+
+static int64_t splits_at_once(const problem &problem) {
+    const int64_t slices = slices_of(problem);
+    return slices < moer_columns::CLUSTERS ? moer_columns::CLUSTERS / slices : 1;
+}
+
+bool columns_keep_busy(const problem &problem) {
+    return 3 * slices_of(problem) * splits_at_once(problem) >= 2 * moer_columns::CLUSTERS;
+}
+
 /* As many splits as give most clusters a unit, or a multiple of that. */
 int64_t choose_columns_split(const problem &problem) {
-    using namespace moer_columns;
-    const int64_t slices = divide_up(problem.hidden, CLUSTER * COLUMNS),
-                  together = slices < CLUSTERS ? CLUSTERS / slices : 1,
+    using moer_columns::PANEL;
+    const int64_t together = splits_at_once(problem),
                   splits = together * divide_up(problem.tokens, together * longest_chain(problem));
     return divide_up(divide_up(problem.tokens, splits), PANEL) * PANEL;
 }

@@ -167,9 +167,11 @@ cudaError_t launch_columns(const struct problem &problem, cudaStream_t stream);
 /* The weight gradient from its partial sums, of which there is at least one. */
 cudaError_t launch_reduction(const struct problem &problem, cudaStream_t stream);
 
-/* Tokens of a split for launch_wide() and launch_columns(), by shapes and types alone. */
+/* Tokens of a split for launch_wide() and launch_columns(), by shapes and by how the weight gradient is rounded; and
+ * whether columns.cu's slices leave few multiprocessors idle. */
 int64_t choose_wide_split(const struct problem &problem);
 int64_t choose_columns_split(const struct problem &problem);
+bool columns_keep_busy(const struct problem &problem);
 
 /* The launchers hand dtypes to templates. */
 template <typename T>

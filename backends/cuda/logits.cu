@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* G, the gradient of the router's logits: a warp a token, for every architecture and as the first kernel of every path.
+/* G, the gradient of the router's logits: a warp a token, or two where a batch is large, for every architecture and as
+ * the first kernel of most paths.
  *
- * The formulas are the public header's. A lane has every 32nd slot, and four neighbouring experts of every 128; a row
- * in shared memory is where slots meet experts, in ascending k, so that repeated ids add up in one order. Softmax sums
- * the dot product of a row in float64, since that is what cancels. Sigmoid rounds to T after each step, as the model
- * does; the _rn intrinsics keep the compiler from fusing.
+ * The formulas are the public header's. A lane of 32 has every 32nd slot, and four neighbouring experts of every 128; a
+ * row in shared memory is where slots meet experts, in ascending k, so that repeated ids add up in one order. Softmax
+ * sums the dot product of a row in float64, since that is what cancels. Sigmoid rounds to T after each step, as the
+ * model does; the _rn intrinsics keep the compiler from fusing.
  *
  * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
  * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
@@ -189,7 +190,7 @@ __device__ __forceinline__ V sum_up(V value) {
     return value;
 }
 
-/* Whether no id repeats among 32 slots: a lane finds its own number where it wrote it. */
+/* Whether no id repeats among a token's slots, or those of two: a lane finds its own number where it wrote it. */
 template <int SLOTS>
 __device__ __forceinline__ bool all_distinct(float *row, const int (&ids)[SLOTS], int lane) {
     int *marks = reinterpret_cast<int *>(row);

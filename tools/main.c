@@ -85,14 +85,13 @@ static const struct subcommand {
      "\n"
      "Compares a GPU's fast path with its generic one, in a process of its own: their results must have the same "
      "bits.\n"
-     "Times both, and keeps the verdict in the user's cache folder, for this driver and version of the library. A "
-     "path\n"
-     "that is not proven on such GPUs runs only where it was found right and faster.\n"
+     "Times both, and keeps the verdict in the user's cache folder, for this GPU, driver, version of the library and\n"
+     "build of its kernels. A path that is not proven on such GPUs runs only if found right, where it was faster.\n"
      "\n"
      "  --device DEVICE      cuda:N\n"
      "  --timeout SECONDS    how long that process may show no progress before it is ended, 1 to 3600 (60)\n"
      "\n"
-     "The exit status is 1 where the path is wrong, 2 where there is no verdict.\n"},
+     "The exit status is 1 where the path is wrong, 2 where there is no verdict, or one for the path is not stored.\n"},
 };
 
 enum { SUBCOMMANDS = sizeof subcommands / sizeof subcommands[0] };

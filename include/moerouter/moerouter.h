@@ -220,18 +220,20 @@ MOER_API enum moer_status moer_backend_info(size_t backend, char *text, size_t s
 /* A GPU may have a fast path: kernels for its kind alone, beside the generic path, which runs on every GPU. Where the
  * project has proven it on GPUs of that compute capability it runs by default. Elsewhere it runs only after this
  * function has found it right on the very GPU, with the same driver, version of the library and build of its kernels,
- * and only for operations that it makes faster; what it has found wrong does not run, proven or not.
+ * and only for operations that it makes faster; what it has found wrong does not run while that verdict counts, proven
+ * or not.
  *
  * It compares the two paths in a program of its own, the self-check, a child process: a path that breaks takes nothing
  * of the caller's with it. Sums are of small integers and exact, so that the results must have the same bits. Then both
  * are timed. The verdict is kept in a file of the user's cache folder, $XDG_CACHE_HOME/moerouter or
  * $HOME/.cache/moerouter, and counts for this process and those to come. Where it cannot be stored, one against the
- * path counts for this process, and one for it does not count. It takes less than a minute, and nothing else should be
- * running on the device meanwhile. Calls in other threads may take one path or the other until it returns.
+ * path counts for this process, an older one for it is deleted where that can be, and one for it does not count. It
+ * takes less than a minute, and nothing else should be running on the device meanwhile. Calls in other threads may take
+ * one path or the other until it returns.
  *
  * device      kDLCUDA or kDLCUDAManaged
  * timeout_ms  milliseconds for which the child may show no progress before it is ended, which is a verdict too where
- *             the fast path was running; 0 means 60 s
+ *             the fast path was running and the child was not stopped; 0 means 60 s
  * text        the verdict in words, then the times of both paths, a shape a line (size bytes, cut to fit, always
  *             terminated unless size is 0). Untouched where there is no verdict
  *

@@ -452,13 +452,13 @@ enum moer_status workspace_size(enum moer_operation operation, const void *args,
     /* Enough for whichever kernels the call will take, whether or not it accumulates. */
     *bytes = 0;
     for (enum kernels kernels : {GENERIC, HOPPER, BLACKWELL})
-        for (int either = 0; either < 4; either++) {
-            const bool fused = either / 2;
-            problem.kernels = kernels;
-            problem.accumulate = either % 2;
-            const size_t size = !fused || has_fused_shape(problem) ? lay_out(&problem, fused) : 0;
-            *bytes = *bytes > size ? *bytes : size;
-        }
+        for (bool fused : {false, true})
+            for (bool accumulate : {false, true}) {
+                problem.kernels = kernels;
+                problem.accumulate = accumulate;
+                const size_t size = !fused || has_fused_shape(problem) ? lay_out(&problem, fused) : 0;
+                *bytes = *bytes > size ? *bytes : size;
+            }
     return MOER_OK;
 }
 

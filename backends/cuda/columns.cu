@@ -126,9 +126,9 @@ __device__ __forceinline__ void load_all(const work &work, const all_maps &maps,
                                              j * PANEL, first + i * PANEL + rank() * HALF_ROWS, at.full());
         }
     });
+    /* Until nobody copies to this block, or tells it of a stage. */
 #pragma unroll 1
-    for (int i = 0; i < shape::STAGES;
-         i++, at.advance()) /* until nobody copies to this block, or tells it of a stage */
+    for (int i = 0; i < shape::STAGES; i++, at.advance())
         at.wait_empty();
 }
 

@@ -184,36 +184,41 @@ class parts {
     int64_t size = 0;
 };
 
-/* Whether columns.cu's kernel is made for such a shape: for so many tokens it is faster than the fused one, to which
- * more than 8 entries of a token are a burden. */
+/* Whether columns.cu's kernel is made for such a shape: for so many tokens it is faster than the fused one. */
 bool has_columns_shape(const problem &problem) {
-    enum { FEWEST = 8192, FEWEST_OF_MANY_SLOTS = 3072, FEW_SLOTS = 8, MOST_EXPERTS = 128, MOST = 1 << 30 };
-    const bool many = problem.operation == MOER_SIGMOID_TOPK_BACKWARD && problem.top_k > FEW_SLOTS;
-    return problem.kernels == HOPPER && problem.type != F32 &&
-           problem.tokens >= (many ? FEWEST_OF_MANY_SLOTS : FEWEST) && problem.tokens <= MOST && problem.experts > 0 &&
-           problem.experts <= MOST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0 &&
-           columns_keep_busy(problem);
+    enum { FEWEST = 8192, MOST_EXPERTS = 128, MOST = 1 << 30 };
+    return problem.kernels == HOPPER && problem.type != F32 && problem.tokens >= FEWEST && problem.tokens <= MOST &&
+           problem.experts > 0 && problem.experts <= MOST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST &&
+           problem.hidden % 8 == 0 && columns_keep_busy(problem);
+}
+
+/* Whether G goes to the fused kernel as entries: where a token has few, or its tiles have not so many experts. */
+bool sends_entries(const problem &problem) {
+    enum { FEW_SLOTS = 8 };
+    return problem.operation == MOER_SIGMOID_TOPK_BACKWARD &&
+           (problem.top_k <= FEW_SLOTS || problem.experts > FUSED_EXPERTS);
 }
 
 /* Whether the fused kernel is made for such a shape. On Hopper more columns would leave too few multiprocessors to the
  * hidden gradient. */
 bool has_fused_shape(const problem &problem) {
     enum { MOST_SLOTS_SPARSE = 16, MOST_SLICES = 100, MOST_TOKENS = 1 << 30 };
-    const bool softmax = problem.operation == MOER_SOFTMAX_TOPK_BACKWARD, hopper = problem.kernels == HOPPER;
+    const bool entries = sends_entries(problem), hopper = problem.kernels == HOPPER;
     return problem.kernels != GENERIC && !has_columns_shape(problem) && problem.type != F32 && problem.tokens > 0 &&
            problem.tokens <= MOST_TOKENS && problem.experts > 0 &&
-           problem.experts <= (softmax ? FUSED_EXPERTS : FUSED_EXPERTS_SPARSE) &&
-           (softmax || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
+           problem.experts <= (entries ? FUSED_EXPERTS_SPARSE : FUSED_EXPERTS) &&
+           (!entries || problem.top_k <= MOST_SLOTS_SPARSE) && problem.hidden > 0 && problem.hidden % 8 == 0 &&
            (!hopper || divide_up(problem.hidden, FUSED_COLUMNS) <= MOST_SLICES);
 }
 
-/* Whether wide.cu's kernel is made for such a shape: where the others are not, and tiles of 128 experts are not
- * mostly empty. */
+/* Whether wide.cu's kernel is made for such a shape: where the others are not, tiles of 128 experts are not mostly
+ * empty, and the gate fits its registers. */
 bool has_wide_shape(const problem &problem) {
-    enum { FEWEST_EXPERTS = 65, MOST = 1 << 30 };
+    enum { FEWEST_EXPERTS = 65, MOST_EXPERTS = 512, MOST = 1 << 30 };
     return problem.kernels == HOPPER && problem.type != F32 && !has_fused_shape(problem) &&
            !has_columns_shape(problem) && problem.tokens > 0 && problem.tokens <= MOST &&
-           problem.experts >= FEWEST_EXPERTS && problem.hidden > 0 && problem.hidden <= MOST && problem.hidden % 8 == 0;
+           problem.experts >= FEWEST_EXPERTS && problem.experts <= MOST_EXPERTS && problem.hidden > 0 &&
+           problem.hidden <= MOST && problem.hidden % 8 == 0;
 }
 
 /* Whether a matrix of 16-bit elements can be copied by tensor maps. */
@@ -261,7 +266,7 @@ size_t lay_out(problem *problem, bool fused) {
     problem->by_columns = !fused && has_columns_shape(*problem) && fits_one_kernel(*problem);
     problem->wide = !fused && !problem->by_columns && has_wide_shape(*problem) && fits_one_kernel(*problem);
     problem->entries = 0;
-    if (fused && problem->operation == MOER_SIGMOID_TOPK_BACKWARD)
+    if (fused && sends_entries(*problem))
         problem->entries = round_up(problem->top_k > 0 ? problem->top_k : 1, 4);
     problem->logits_stride =
         static_cast<int>(round_up(problem->experts, fused ? FUSED_LOGITS_MULTIPLE : LOGITS_MULTIPLE));

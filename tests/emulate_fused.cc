@@ -109,7 +109,6 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
     emulated::processors = shapes.processors;
     emulated::chance.seed(seed);
     std::vector<float> partials;
-    std::vector<int> arrivals;
     if (shapes.logits >= ROWS) {
         problem.by_columns = shapes.logits == ROWS_BY_COLUMNS;
         problem.split_tokens = shapes.split_tokens  ? shapes.split_tokens
@@ -119,8 +118,6 @@ bool trial(const shapes &shapes, element type, element weight_type, unsigned see
         problem.partial_rows = experts + 1, problem.partial_stride = columns + 4;
         partials.assign(static_cast<size_t>(problem.splits * problem.partial_rows * problem.partial_stride), NAN);
         problem.partials = partials.data();
-        arrivals.assign(static_cast<size_t>(wide_arrivals(problem)), 0); /* the kernel before does that */
-        problem.arrivals = arrivals.data();
     }
     if ((problem.fused        ? launch_fused(problem, nullptr)
          : problem.by_columns ? launch_columns(problem, nullptr)

@@ -486,11 +486,6 @@ inline bool __all_sync(unsigned, bool value) {
         return all;
     });
 }
-inline void __threadfence() {}
-template <typename V>
-V __ldcg(const V *from) {
-    return *from;
-}
 inline int atomicAdd(int *to, int value) {
     return (*to += value) - value;
 }
@@ -613,9 +608,6 @@ inline uint32_t load_word(uint32_t from) {
     uint32_t value;
     memcpy(&value, emulated::at(from, 4), 4);
     return value;
-}
-inline void store_word(uint32_t to, uint32_t value) {
-    memcpy(emulated::at(to, 4), &value, 4);
 }
 inline void store_words(uint32_t to, uint4 value) {
     memcpy(emulated::at(to, 16), &value, 16);

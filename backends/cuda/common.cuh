@@ -77,9 +77,6 @@ struct problem {
     float *partials;
     int64_t partial_rows, partial_stride;
     int weight_rows;
-    /* Where wide.cu's splits are told apart by who is done last: so many numbers, which the first kernel makes 0. */
-    int arrival_count;
-    int *arrivals;
     enum moer_operation operation;
     enum kernels kernels;
     bool wide, by_columns; /* both products by wide.cu's kernel, or by columns.cu's */
@@ -173,7 +170,6 @@ cudaError_t launch_reduction(const struct problem &problem, cudaStream_t stream)
 /* Tokens of a split for launch_wide() and launch_columns(), by shapes and by how the weight gradient is rounded; and
  * whether columns.cu's slices leave few multiprocessors idle. */
 int64_t choose_wide_split(const struct problem &problem);
-int64_t wide_arrivals(const struct problem &problem);
 int64_t choose_columns_split(const struct problem &problem);
 bool columns_keep_busy(const struct problem &problem);
 

@@ -421,9 +421,6 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
             if (expert_of<LANES>(lane, i) < problem.experts)
                 store_element(problem.grad_logits, token, expert_of<LANES>(lane, i), g[i]);
     }
-    if (blockIdx.x == 0)
-        for (int i = threadIdx.x; i < problem.arrival_count; i += blockDim.x)
-            problem.arrivals[i] = 0;
 }
 
 template <typename T, int EXPERTS, bool SOFTMAX, way WAY>

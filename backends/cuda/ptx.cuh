@@ -57,10 +57,6 @@ __device__ __forceinline__ uint32_t load_word(uint32_t from) {
     return value;
 }
 
-__device__ __forceinline__ void store_word(uint32_t to, uint32_t value) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ void store_words(uint32_t to, uint4 value) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)

@@ -64,8 +64,6 @@ struct work {
     int down, across, tiles; /* units of a split; units of grad_hidden_states below one another */
     bool beside;             /* units of the weight gradient are tiles beside one another */
     bool whole;              /* there is one split, and the weight gradient can be stored by tensor copies */
-    int *arrivals;           /* if it can though there are more: how many are done of a warpgroup's rows */
-    int arrival_stride, splits;
     int tokens, split_tokens, experts, hidden;
     float *partials;
     int64_t partial_rows, partial_stride;
@@ -405,65 +403,6 @@ __device__ __forceinline__ void multiply_hidden(const all_maps &maps, place &nex
     }
 }
 
-/* A warpgroup's partial sums are stored. Whether it is the last of those of all splits: then it sees the others'. */
-__device__ __forceinline__ bool arrives_last(const work &work, const tile &tile, uint32_t slots, int role) {
-    __threadfence();
-    synchronize(1 + role, WARPGROUP);
-    if (threadIdx.x % WARPGROUP == 0) {
-        store_bulk_wait<0>();
-        const int place = tile.row / ROWS * work.arrival_stride + tile.column / COLUMNS;
-        store_word(slots, static_cast<uint32_t>(atomicAdd(work.arrivals + place * MULTIPLIERS + role, 1)));
-        __threadfence();
-    }
-    synchronize(1 + role, WARPGROUP);
-    return static_cast<int>(load_word(slots)) == work.splits - 1;
-}
-
-/* Adds the other splits' partial sums, as reduce.cu would: all in order. */
-__device__ __forceinline__ void add_partials(tile_sums &sums, const work &work, const tile &tile, int role) {
-    enum { BATCH = 16 }; /* loads under way */
-    const int lane = threadIdx.x % WARP, row = tile.row + role * PANEL + async_layout::first_row() + lane / 4;
-    const int columns = work.hidden - tile.column;
-    const int64_t all = work.partial_rows * work.partial_stride;
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int first = 0; first < COLUMNS / 8; first += BATCH) {
-            const float *from =
-                work.partials + (row + 8 * half) * work.partial_stride + tile.column + lane % 4 * 2 + 8 * first;
-            const int there = row + 8 * half < work.experts ? columns - 8 * first : 0;
-            float2 before[BATCH] = {};
-            const auto each = [&](int split, auto add) {
-                float2 parts[BATCH];
-#pragma unroll
-                for (int j = 0; j < BATCH; j++)
-                    parts[j] = 8 * j < there ? __ldcg(reinterpret_cast<const float2 *>(from + split * all + 8 * j))
-                                             : make_float2(0, 0);
-#pragma unroll
-                for (int j = 0; j < BATCH; j++)
-                    add(j, parts[j]);
-            };
-#pragma unroll 1
-            for (int split = 0; split < tile.split; split++)
-                each(split, [&](int j, float2 part) {
-                    before[j] = make_float2(__fadd_rn(before[j].x, part.x), __fadd_rn(before[j].y, part.y));
-                });
-#pragma unroll
-            for (int j = 0; j < BATCH; j++) {
-                float(&own)[4] = sums[0][first + j];
-                own[2 * half] = __fadd_rn(before[j].x, own[2 * half]);
-                own[2 * half + 1] = __fadd_rn(before[j].y, own[2 * half + 1]);
-            }
-#pragma unroll 1
-            for (int split = tile.split + 1; split < work.splits; split++)
-                each(split, [&](int j, float2 part) {
-                    float(&own)[4] = sums[0][first + j];
-                    own[2 * half] = __fadd_rn(own[2 * half], part.x);
-                    own[2 * half + 1] = __fadd_rn(own[2 * half + 1], part.y);
-                });
-        }
-}
-
 template <typename T, typename shape>
 __device__ __forceinline__ void multiply_all(const work &work, const all_maps &maps, const ring &stages, uint32_t slots,
                                              int role) {
@@ -474,13 +413,10 @@ __device__ __forceinline__ void multiply_all(const work &work, const all_maps &m
             tile_sums sums;
             memset(sums, 0, sizeof sums);
             multiply<T, shape>(sums, tile.steps, at, done, role);
-            if (!work.whole) {
+            if (work.whole)
+                store_results<T>(sums, maps.grad_weight, tile, slots, role);
+            else
                 store_partials(sums, work, tile, role);
-                if (!work.arrivals || !arrives_last(work, tile, slots, role))
-                    return;
-                add_partials(sums, work, tile, role);
-            }
-            store_results<T>(sums, maps.grad_weight, tile, slots, role);
         },
         [&](int slice, int first, int count) {
             multiply_hidden<T, shape>(maps, at, done, slots, role, (slice * CLUSTER + rank()) * shape::HIDDEN_COLUMNS,
@@ -493,7 +429,7 @@ __device__ __forceinline__ void multiply_all(const work &work, const all_maps &m
 template <typename T, typename shape>
 __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uint32_t shared) {
     enum { LEFT_REGISTERS = 40, MULTIPLIERS_REGISTERS = 232 };
-    if (!work.whole && !work.arrivals)
+    if (!work.whole)
         allow_next_kernel();
     const ring stages{shared, shared + ROOM, shape::STAGE_BYTES, shape::STAGES};
     const int role = uniform(threadIdx.x / WARPGROUP);
@@ -567,11 +503,6 @@ auto with_shape(int experts, Call call) {
                          : call(shape<8>());
 }
 
-/* Tiles beside one another, with one more that a cluster may have. */
-int64_t arrival_columns(const problem &problem) {
-    return divide_up(problem.hidden, COLUMNS) + 1;
-}
-
 /* Deals units to clusters: finds the lowest level that all can be filled up to. */
 void deal(const units &weight, const units &hidden, int clusters, work *work) {
     const int64_t each = weight.count / clusters, first = weight.count % clusters;
@@ -599,12 +530,8 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     const int64_t experts = problem.experts;
     const int pairs = attribute(cudaDevAttrMultiProcessorCount) / CLUSTER, clusters = pairs > 0 ? pairs : 1;
     work work{};
-    const bool mapped =
-        !problem.accumulate && out.type == problem.type && is_aligned(out, 2) && out.stride >= problem.hidden;
-    work.whole = mapped && problem.splits == 1;
-    work.arrivals = mapped && problem.splits > 1 ? problem.arrivals : nullptr;
-    work.arrival_stride = static_cast<int>(arrival_columns(problem));
-    work.splits = static_cast<int>(problem.splits);
+    work.whole = problem.splits == 1 && !problem.accumulate && out.type == problem.type && is_aligned(out, 2) &&
+                 out.stride >= problem.hidden;
     units weight = weight_units(problem, problem.split_tokens, !work.whole, &work);
     weight.count *= problem.splits;
     deal(weight, hidden_units<shape>(problem, &work), clusters, &work);
@@ -630,11 +557,11 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
         error = map(&maps.hidden_states, problem.hidden_states, problem.tokens, problem.hidden);
     if (error == cudaSuccess)
         error = map(&maps.grad_hidden, problem.grad_hidden, problem.tokens, problem.hidden);
-    if (error == cudaSuccess && mapped)
+    if (error == cudaSuccess && work.whole)
         error = map(&maps.grad_weight, out, experts, problem.hidden);
     if (error == cudaSuccess)
         error = launch_clusters(kernel, CLUSTER, int64_t{clusters} * CLUSTER, THREADS, BYTES, stream, work, maps);
-    return error != cudaSuccess || work.whole || work.arrivals ? error : launch_reduction(problem, stream);
+    return error != cudaSuccess || work.whole ? error : launch_reduction(problem, stream);
 }
 
 } // namespace moer_wide
@@ -666,11 +593,6 @@ int64_t choose_wide_split(const problem &problem) {
         }
     }
     return best;
-}
-
-int64_t wide_arrivals(const problem &problem) {
-    using namespace moer_wide;
-    return (divide_up(problem.experts, ROWS) + 1) * arrival_columns(problem) * MULTIPLIERS;
 }
 
 cudaError_t launch_wide(const problem &problem, cudaStream_t stream) {

@@ -30,6 +30,12 @@ static int has_avx512bf16(void) {
     return has_avx512() && __builtin_cpu_supports("avx512bf16");
 }
 
+/* The Intel cores that were measured multiply float32 faster than pairs by vdpbf16ps
+ * (bench/results/xeon-2026-11-30.md). */
+static int has_fast_avx512bf16(void) {
+    return !__builtin_cpu_is("intel");
+}
+
 /* The system lends a process AMX's registers when it asks for them. */
 static int has_amx(void) {
     enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
@@ -39,18 +45,18 @@ static int has_amx(void) {
 }
 #endif
 
-/* From the slowest to the fastest. */
+/* The last one that is supported and better than those before is taken. */
 static const struct {
     const char *name;
-    int (*supported)(void);
+    int (*supported)(void), (*better)(void);
     const struct slice_kernels *kernels;
 } instruction_sets[] = {
-    {"portable", always, &moer_slice_portable},
+    {"portable", always, always, &moer_slice_portable},
 #ifdef MOER_X86_64
-    {"avx2", has_avx2, &moer_slice_avx2},
-    {"avx512", has_avx512, &moer_slice_avx512},
-    {"avx512bf16", has_avx512bf16, &moer_slice_avx512bf16},
-    {"amx", has_amx, &moer_slice_amx},
+    {"avx2", has_avx2, always, &moer_slice_avx2},
+    {"avx512", has_avx512, always, &moer_slice_avx512},
+    {"avx512bf16", has_avx512bf16, has_fast_avx512bf16, &moer_slice_avx512bf16},
+    {"amx", has_amx, always, &moer_slice_amx},
 #endif
 };
 enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };
@@ -75,7 +81,7 @@ static void choose_kernels(const char *wanted) {
         if (instruction_sets[i].supported()) {
             length += (size_t)snprintf(kernel_names + length, sizeof kernel_names - length, "%s%s", i ? ", " : "",
                                        instruction_sets[i].name);
-            if (!wanted || !strcmp(wanted, instruction_sets[i].name)) {
+            if (wanted ? !strcmp(wanted, instruction_sets[i].name) : instruction_sets[i].better()) {
                 settings.kernels = instruction_sets[i].kernels;
                 settings.kernels_name = instruction_sets[i].name;
             }

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* From a problem to its gradients, in turns of up to 4096 tokens:
  *
- *     1. G of the turn's tokens, a token a task     threads share the tokens
- *     2. both products, a slice of columns a task   threads share the slices: each owns its columns of
- *                                                   grad_hidden_states and of the weight gradient's sums, which it
- *                                                   rounds in the last turn
+ *     1. G of the turn's tokens                      threads share the tokens
+ *     2. the weight gradient's sums                  threads share slices of columns; a slice's owner rounds its sums
+ *                                                    in the last turn
+ *     3. grad_hidden_states, no barrier before       threads share slices of columns, which pairs of bfloat16 have
+ *                                                    for few tokens at a time, so that threads end together
  *
  * A slice goes through its turn in blocks of 512 tokens, which fit its cache. No task's result depends on who does it,
  * so the number of threads moves no bit; few turns mean few barriers, where a busy machine loses most. Hidden states
@@ -17,10 +18,14 @@
 #include <string.h>
 
 /* Memory: at most MOST_BYTES besides the sums, 4*E*H bytes. */
-static const size_t MOST_BYTES = 64 << 20, LOGITS_BYTES = 8 << 20, SCRATCH_BYTES = 16 << 20;
+static const size_t MOST_BYTES = 64 << 20, LOGITS_BYTES = 8 << 20, SCRATCH_BYTES = 16 << 20, GATE_BYTES = 8 << 20;
 /* With more, G of a single token, or the index by expert, would break the promise about memory. */
 enum { MOST_EXPERTS = 1 << 22, MOST_TOP_K = 1 << 20, MOST_THREADS = 64 };
 enum { TURN_TOKENS = 4096 };
+/* Sums of so many blocks lose no more than a chain does; pairs have longer chains, and one. */
+enum { PLAIN_BLOCKS = 8 };
+/* A task of grad_hidden_states by pairs: G of so many tokens fits the L1 cache. */
+enum { TASK_TOKENS = 64, TASK_COLUMNS = 512 };
 /* Multiply-adds below which a second thread costs more than it saves. */
 static const double WORTH_A_THREAD = 1e6;
 
@@ -35,12 +40,24 @@ static size_t take(size_t *total, size_t bytes) {
     return offset;
 }
 
+/* The gate as pairs, in strips. */
+static size_t gate_bytes(const struct problem *problem) {
+    int64_t strips = (problem->hidden + PAIR_STRIP_COLUMNS - 1) / PAIR_STRIP_COLUMNS;
+    return (size_t)(strips * pair_stride(problem->experts) * PAIR_STRIP_COLUMNS) * sizeof(uint32_t);
+}
+
+/* Whether the kernels at hand multiply pairs of bfloat16, and this problem's products so. */
+static int may_use_pairs(const struct problem *problem) {
+    const struct slice_kernels *kernels = moer_cpu_settings()->kernels;
+    return kernels->pair && !problem->sparse_row && problem->weight.type == BF16 && problem->experts <= PANEL_EXPERTS &&
+           problem->hidden <= INT32_MAX && gate_bytes(problem) <= GATE_BYTES;
+}
+
 static struct plan make_plan(const struct problem *problem, int blas) {
     struct plan plan = {.blas = blas};
-    int dense = blas || !problem->sparse_row;
     int64_t entries = problem->sparse_row ? problem->top_k : 0;
-    plan.pairs = dense && !blas && moer_cpu_settings()->kernels->pair && problem->weight.type == BF16 &&
-                 problem->experts <= PANEL_EXPERTS;
+    int dense = blas || !problem->sparse_row;
+    plan.pairs = !blas && may_use_pairs(problem);
     /* A token's G: a float an expert, twice where there are pairs, or its entries twice, by token and by expert; and a
      * block's index by expert. */
     int64_t token_bytes =
@@ -62,6 +79,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
             take(&plan.bytes, (size_t)((blocks_of_turn * problem->experts + PAIR_ROWS_READ) * pair_stride(plan.block)) *
                                   sizeof(uint32_t));
         plan.usual = take(&plan.bytes, (size_t)plan.turn);
+        plan.gate = take(&plan.bytes, gate_bytes(problem));
+        plan.usual_gate = take(&plan.bytes, (size_t)problem->hidden / PAIR_STRIP_COLUMNS + 1);
     }
     if (entries > 0)
         plan.sparse = take(&plan.bytes, (size_t)(plan.turn * entries) * sizeof(union entry));
@@ -76,7 +95,7 @@ static struct plan make_plan(const struct problem *problem, int blas) {
             clamp(column_bytes ? (int64_t)(SCRATCH_BYTES / column_bytes) : problem->hidden, 1, problem->hidden);
         plan.scratch = take(&plan.bytes, column_bytes * (size_t)plan.columns);
     } else {
-        int64_t slices = (problem->hidden + SLICE_COLUMNS - 1) / SLICE_COLUMNS;
+        int64_t slices = (problem->hidden + LEAST_COLUMNS - 1) / LEAST_COLUMNS;
         plan.columns = dense ? SLICE_COLUMNS : SPARSE_SLICE_COLUMNS;
         plan.thread_bytes = slice_scratch(problem, plan.block, plan.pairs);
         int64_t fit = plan.thread_bytes ? (int64_t)(SCRATCH_BYTES / plan.thread_bytes) : MOST_THREADS;
@@ -85,8 +104,8 @@ static struct plan make_plan(const struct problem *problem, int blas) {
     }
     if (problem->grad_weight.data) {
         size_t sums_bytes = (size_t)problem->experts * (size_t)problem->hidden * sizeof(float);
-        plan.compensated =
-            problem->tokens > clamp(plan.block, 1, BLOCK_TOKENS) && plan.bytes + sums_bytes + 512 < MOST_BYTES;
+        int64_t plain = (plan.pairs ? 1 : PLAIN_BLOCKS) * clamp(plan.block, 1, BLOCK_TOKENS);
+        plan.compensated = problem->tokens > plain && plan.bytes + sums_bytes + 512 < MOST_BYTES;
         plan.sums = take(&plan.bytes, sums_bytes);
         plan.lost = take(&plan.bytes, plan.compensated ? sums_bytes : 0);
     }
@@ -138,7 +157,7 @@ static void make_row(const struct problem *problem, const struct plan *plan, int
     }
 }
 
-/* G of the block that begins at that token of the turn. */
+/* G of the block that begins at that token of the turn; what goes by token may begin anywhere. */
 static struct block_logits block_at(const struct problem *problem, const struct plan *plan, int64_t token) {
     int64_t entries = token * problem->top_k, index = token / plan->block * (problem->experts + 2);
     struct block_pairs pairs = {0};
@@ -149,6 +168,8 @@ static struct block_logits block_at(const struct problem *problem, const struct 
         pairs.by_expert =
             (uint32_t *)at(problem, plan->expert_pairs) + token / plan->block * problem->experts * pairs.expert_stride;
         pairs.usual = (unsigned char *)at(problem, plan->usual) + token;
+        pairs.gate = at(problem, plan->gate);
+        pairs.usual_gate = at(problem, plan->usual_gate);
     }
     return (struct block_logits){.pairs = pairs,
                                  .dense = (float *)at(problem, plan->dense) + token * problem->experts,
@@ -156,6 +177,18 @@ static struct block_logits block_at(const struct problem *problem, const struct 
                                  .counts = (int32_t *)at(problem, plan->counts) + token,
                                  .by_expert = (union entry *)at(problem, plan->by_expert) + entries,
                                  .expert_ends = (int32_t *)at(problem, plan->expert_ends) + index};
+}
+
+/* G of some tokens of a block, at most PAIR_TOKENS, from such a multiple on. */
+static void make_rows(const struct problem *problem, const struct plan *plan, int64_t first, int64_t token,
+                      int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        make_row(problem, plan, first, token + i);
+    if (plan->pairs) {
+        const int64_t place = token % plan->block;
+        const struct block_logits block = block_at(problem, plan, token - place);
+        moer_cpu_settings()->kernels->pair(&block.pairs, block.dense, place, place + count, problem->experts);
+    }
 }
 
 /* Sorts a block's entries by expert: count, add up, place; tokens stay in ascending order. There is one end to spare,
@@ -184,24 +217,51 @@ static void finish(const struct problem *problem, const struct plan *plan, int64
                                              expert, column, columns);
 }
 
-/* A slice's share of a turn. */
-static void run_slice(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count,
-                      int64_t column) {
-    struct slice_job job = {.problem = problem,
-                            .column = column,
-                            .columns = clamp(problem->hidden - column, 0, plan->columns),
-                            .sums = slice_sums(problem, plan, column),
-                            .lost = slice_lost(problem, plan, column),
-                            .scratch = at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
+static struct slice_job make_job(const struct problem *problem, const struct plan *plan, int64_t column,
+                                 int64_t columns) {
+    return (struct slice_job){.problem = problem,
+                              .column = column,
+                              .columns = clamp(problem->hidden - column, 0, columns),
+                              .scratch =
+                                  at(problem, plan->scratch + (size_t)omp_get_thread_num() * plan->thread_bytes)};
+}
+
+/* A slice's share of a turn's weight gradient. */
+static void run_weight(const struct problem *problem, const struct plan *plan, int64_t first, int64_t count,
+                       int64_t column) {
+    struct slice_job job = make_job(problem, plan, column, plan->columns);
+    job.sums = slice_sums(problem, plan, column);
+    job.lost = slice_lost(problem, plan, column);
+    job.sums_stride = job.columns;
     for (int64_t token = 0; token < count; token += plan->block) {
         job.first = first + token;
         job.count = clamp(count - token, 0, plan->block);
         job.logits = block_at(problem, plan, token);
-        job.again = token > 0;
-        moer_cpu_settings()->kernels->slice(&job);
+        moer_cpu_settings()->kernels->weight(&job);
     }
     if (first + count == problem->tokens)
         finish(problem, plan, column);
+}
+
+/* Columns of grad_hidden_states for some tokens of a turn. */
+static void run_hidden(const struct problem *problem, const struct plan *plan, int64_t first, int64_t token,
+                       int64_t end, int64_t column) {
+    struct slice_job job = make_job(problem, plan, column, plan->hidden_columns);
+    for (; token < end; token += plan->block) {
+        job.first = first + token;
+        job.count = clamp(end - token, 0, plan->block);
+        job.logits = block_at(problem, plan, token);
+        moer_cpu_settings()->kernels->hidden(&job);
+        job.again = 1;
+    }
+}
+
+/* The gate as pairs. */
+static void pair_gate(const struct problem *problem, const struct plan *plan) {
+    const struct block_pairs pairs = block_at(problem, plan, 0).pairs;
+#pragma omp for schedule(static) nowait
+    for (int64_t column = 0; column < problem->hidden; column += PAIR_STRIP_COLUMNS)
+        moer_cpu_settings()->kernels->pair_gate(&pairs, problem, column);
 }
 
 /* Round to nearest, keep subnormals, trap nothing: whatever the caller, or an OpenMP thread's last work, has set.
@@ -215,37 +275,42 @@ static fenv_t plain_arithmetic(void) {
 
 /* A thread's part of a turn. */
 static void run_turn(const struct problem *problem, const struct plan *plan, int64_t first) {
-    int64_t count = clamp(problem->tokens - first, 0, plan->turn);
+    const int64_t count = clamp(problem->tokens - first, 0, plan->turn);
+    if (plan->pairs && first == 0 && problem->grad_hidden.data)
+        pair_gate(problem, plan);
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < count; token++)
-        make_row(problem, plan, first, token);
-    if (!problem->grad_hidden.data && !problem->grad_weight.data)
-        return;
-    if (problem->sparse_row) {
+    for (int64_t token = 0; token < count; token += PAIR_TOKENS)
+        make_rows(problem, plan, first, token, clamp(count - token, 0, PAIR_TOKENS));
+    if (problem->sparse_row && problem->grad_weight.data) {
 #pragma omp for schedule(static)
         for (int64_t token = 0; token < count; token += plan->block)
             sort_by_expert(problem, block_at(problem, plan, token), clamp(count - token, 0, plan->block));
     }
-    if (plan->pairs) {
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < count; token += plan->block) {
-            struct block_logits block = block_at(problem, plan, token);
-            moer_cpu_settings()->kernels->pair(&block.pairs, block.dense, clamp(count - token, 0, plan->block),
-                                               problem->experts);
-        }
+    if (problem->grad_weight.data) {
+#pragma omp for schedule(dynamic) nowait
+        for (int64_t column = 0; column < problem->hidden; column += plan->columns)
+            run_weight(problem, plan, first, count, column);
     }
+    const int64_t slices = (problem->hidden + plan->hidden_columns - 1) / plan->hidden_columns;
+    const int64_t parts = (count + plan->hidden_tokens - 1) / plan->hidden_tokens;
+    const int64_t tasks = problem->grad_hidden.data ? slices * parts : 0;
 #pragma omp for schedule(dynamic)
-    for (int64_t column = 0; column < problem->hidden; column += plan->columns)
-        run_slice(problem, plan, first, count, column);
+    for (int64_t task = 0; task < tasks; task++) {
+        const int64_t token = task / slices * plan->hidden_tokens;
+        run_hidden(problem, plan, first, token, clamp(token + plan->hidden_tokens, 0, count),
+                   task % slices * plan->hidden_columns);
+    }
 }
 
 static void run_own(const struct problem *problem, struct plan *plan) {
     double terms = (double)problem->tokens * (double)problem->hidden *
                    (double)(problem->sparse_row ? problem->top_k : problem->experts);
     int threads = (int)clamp(omp_get_max_threads(), 1, terms < WORTH_A_THREAD ? 1 : plan->threads);
-    /* Wide slices where there are two or more for each thread. */
-    if (problem->hidden < 2 * threads * plan->columns)
-        plan->columns = SLICE_COLUMNS;
+    /* Some slices for each thread. */
+    const int64_t each = problem->hidden / (4 * threads) / LEAST_COLUMNS * LEAST_COLUMNS;
+    plan->columns = clamp(each, LEAST_COLUMNS, plan->columns);
+    plan->hidden_columns = plan->pairs ? TASK_COLUMNS : plan->columns;
+    plan->hidden_tokens = plan->pairs ? TASK_TOKENS : plan->turn;
 #pragma omp parallel num_threads(threads)
     {
         fenv_t before = plain_arithmetic();
@@ -276,10 +341,23 @@ static void run_empty(const struct problem *problem, const struct plan *plan) {
         finish(problem, plan, column);
 }
 
+/* Whether a row of ids has one outside [-1, E). */
+static int has_bad_id(const char *row, int wide, int64_t count, int64_t experts) {
+    int bad = 0;
+    for (int64_t slot = 0; slot < count; slot++) {
+        int64_t id = wide ? ((const int64_t *)row)[slot] : ((const int32_t *)row)[slot];
+        bad |= (uint64_t)id + 1 > (uint64_t)experts;
+    }
+    return bad;
+}
+
 /* Refuses ids outside [-1, E), and counts them. */
 static enum moer_status check_ids(const struct problem *problem, struct moer_message *message) {
     int64_t bad = 0, token_of_first = 0, slot_of_first = 0;
-    for (int64_t token = 0; problem->top_k > 0 && token < problem->tokens; token++)
+    for (int64_t token = 0; problem->top_k > 0 && token < problem->tokens; token++) {
+        if (!has_bad_id(problem->ids.data + token * problem->ids.stride, problem->ids.wide, problem->top_k,
+                        problem->experts))
+            continue;
         for (int64_t slot = 0; slot < problem->top_k; slot++) {
             int64_t id = id_at(&problem->ids, token, slot);
             if ((id < -1 || id >= problem->experts) && bad++ == 0) {
@@ -287,6 +365,7 @@ static enum moer_status check_ids(const struct problem *problem, struct moer_mes
                 slot_of_first = slot;
             }
         }
+    }
     if (bad == 0)
         return MOER_OK;
     if (problem->invalid_ids)

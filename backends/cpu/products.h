@@ -6,17 +6,18 @@
 #include "slice.h"
 
 struct plan {
-    int blas;            /* OpenBLAS does the products */
-    int64_t turn;        /* tokens whose G is made at a time, whole blocks */
-    int64_t block;       /* tokens whose products are made at a time */
-    int64_t columns;     /* hidden columns at a time */
-    int threads;         /* at most so many, when the products are our own */
-    size_t thread_bytes; /* scratch of each */
-    int compensated;     /* the sums of the weight gradient keep what rounding takes */
-    int pairs;           /* G is there as pairs of bfloat16 too */
-    size_t bytes;        /* all of the workspace; offsets in it: */
+    int blas;                              /* OpenBLAS does the products */
+    int64_t turn;                          /* tokens whose G is made at a time, whole blocks */
+    int64_t block;                         /* tokens whose products are made at a time */
+    int64_t columns;                       /* hidden columns at a time */
+    int64_t hidden_columns, hidden_tokens; /* the same of grad_hidden_states, and tokens, when they are our own */
+    int threads;                           /* at most so many, when the products are our own */
+    size_t thread_bytes;                   /* scratch of each */
+    int compensated;                       /* the sums of the weight gradient keep what rounding takes */
+    int pairs;                             /* G is there as pairs of bfloat16 too */
+    size_t bytes;                          /* all of the workspace; offsets in it: */
     size_t dense, sparse, counts, by_expert, expert_ends, sums, lost, scratch;
-    size_t token_pairs, expert_pairs, usual;
+    size_t token_pairs, expert_pairs, usual, gate, usual_gate;
 };
 
 /* blas.c. Sizes within its int arguments. */

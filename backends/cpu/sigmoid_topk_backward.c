@@ -15,8 +15,26 @@ static void sift(union entry *heap, int32_t place, int32_t count) {
     heap[place] = moving;
 }
 
+/* A few keys, no two alike: each goes to where the lesser ones leave it, without a branch to guess. */
+enum { FEW = 16 };
+
+static void rank_keys(union entry *entries, int32_t count) {
+    union entry keys[FEW];
+    memcpy(keys, entries, (size_t)count * sizeof *keys);
+    for (int32_t i = 0; i < count; i++) {
+        int32_t rank = 0;
+        for (int32_t j = 0; j < count; j++)
+            rank += keys[j].key < keys[i].key;
+        entries[rank] = keys[i];
+    }
+}
+
 /* By expert, then by slot. Not qsort(), which may allocate. */
 static void sort_keys(union entry *entries, int32_t count) {
+    if (count <= FEW) {
+        rank_keys(entries, count);
+        return;
+    }
     for (int32_t place = count / 2 - 1; place >= 0; place--)
         sift(entries, place, count);
     for (int32_t last = count - 1; last > 0; last--) {
@@ -27,15 +45,20 @@ static void sort_keys(union entry *entries, int32_t count) {
     }
 }
 
-/* R(g[k] * f); f is converted here, since the caller's arithmetic may be another than a row's. */
-static float scaled(const struct problem *problem, int64_t token, int64_t k) {
-    const double given = problem->sigmoid.scaling;
-    const float f = (float)(given == 0 ? 1 : given);
-    return round_to(problem->sigmoid.scores.type, element_at(&problem->sigmoid.incoming, token, k) * f);
+static inline struct rows of_type(struct rows rows, enum element type) {
+    rows.type = type;
+    return rows;
 }
 
-static int32_t sigmoid_row(const struct problem *problem, int64_t token, union entry *entries) {
-    enum element type = problem->sigmoid.scores.type;
+static inline __attribute__((always_inline)) int32_t row_of(const enum element type, const struct problem *problem,
+                                                            int64_t token, union entry *entries) {
+    /* All four have this type; the compiler is told. */
+    const struct rows incoming = of_type(problem->sigmoid.incoming, type);
+    const struct rows scores = of_type(problem->sigmoid.scores, type);
+    const struct rows normalized = of_type(problem->sigmoid.normalized, type);
+    const struct rows denominator = of_type(problem->sigmoid.denominator, type);
+    /* Converted here, since the caller's arithmetic may be another than a row's. */
+    const float f = (float)(problem->sigmoid.scaling == 0 ? 1 : problem->sigmoid.scaling);
     int32_t live = 0, count = 0;
     float c = 0;
     for (int64_t k = 0; k < problem->top_k; k++) {
@@ -43,26 +66,34 @@ static int32_t sigmoid_row(const struct problem *problem, int64_t token, union e
         if (id < 0)
             continue;
         entries[live++].key = (uint64_t)id << 32 | (uint64_t)k;
-        c += round_to(type, scaled(problem, token, k) * element_at(&problem->sigmoid.normalized, token, k));
+        float a = round_to(type, element_at(&incoming, token, k) * f);
+        c += round_to(type, a * element_at(&normalized, token, k));
     }
     if (live == 0)
         return 0;
     c = round_to(type, c);
-    float z = element_at(&problem->sigmoid.denominator, token, 0);
+    float z = element_at(&denominator, token, 0);
     sort_keys(entries, live);
     /* Entries take the places of keys already read. */
     for (int32_t i = 0; i < live;) {
         int32_t expert = (int32_t)(entries[i].key >> 32);
         float d = 0;
         for (; i < live && (int32_t)(entries[i].key >> 32) == expert; i++) {
-            float a = scaled(problem, token, (int64_t)(entries[i].key & UINT32_MAX));
+            float a = round_to(type, element_at(&incoming, token, (int64_t)(entries[i].key & UINT32_MAX)) * f);
             d = round_to(type, d + round_to(type, round_to(type, a - c) / z));
         }
-        float s = element_at(&problem->sigmoid.scores, token, expert);
+        float s = element_at(&scores, token, expert);
         float g = round_to(type, round_to(type, d * s) * round_to(type, 1 - s));
         entries[count++] = (union entry){{expert, g}};
     }
     return count;
+}
+
+static int32_t sigmoid_row(const struct problem *problem, int64_t token, union entry *entries) {
+    const enum element type = problem->sigmoid.scores.type;
+    if (type == BF16)
+        return row_of(BF16, problem, token, entries);
+    return type == F16 ? row_of(F16, problem, token, entries) : row_of(F32, problem, token, entries);
 }
 
 struct problem moer_cpu_sigmoid_topk_backward(const void *call) {

@@ -94,6 +94,24 @@ static void total(float *restrict to, const float *restrict sums, const float *r
         to[i] = sums[i] + (lost[i] == lost[i] ? lost[i] : 0);
 }
 
+static void softmax(float *restrict row, const float *restrict p, enum element type, int64_t count) {
+    double dot = 0;
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < count; i++)
+        dot += (double)row[i] * (double)p[i];
+#pragma omp simd
+    for (int64_t i = 0; i < count; i++)
+        row[i] = (float)((double)p[i] * ((double)row[i] - dot));
+    if (type == BF16)
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            row[i] = bf16_to_float(float_to_bf16(row[i]));
+    else if (type == F16)
+#pragma omp simd
+        for (int64_t i = 0; i < count; i++)
+            row[i] = f16_to_float(float_to_f16(row[i]));
+}
+
 static inline int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
@@ -167,8 +185,8 @@ static void tile(int64_t rows, int64_t terms, const float *g, int64_t row, int64
 
 static inline void add_to_weight(const struct slice_job *job, int64_t expert, int64_t column, const float *from,
                                  int64_t count) {
-    float *sums = job->sums + expert * job->columns + column;
-    float *lost = job->lost ? job->lost + expert * job->columns + column : NULL;
+    float *sums = job->sums + expert * job->sums_stride + column;
+    float *lost = job->lost ? job->lost + expert * job->sums_stride + column : NULL;
     if (job->first > 0) {
         accumulate(sums, lost, from, count);
         return;
@@ -233,24 +251,30 @@ static void dense_weight(const struct slice_job *job, float *panel) {
 #include "pairs.h"
 #endif
 
-static void slice(const struct slice_job *job) {
-    const struct problem *problem = job->problem;
-    float *weight_panel = job->scratch;
-    float *hidden_panel = weight_panel + slice_panel_experts(problem) * SLICE_COLUMNS;
+static void hidden(const struct slice_job *job) {
 #ifdef __AVX512BF16__
     if (job->logits.pairs.by_token) {
-        slice_of_pairs(job);
+        pair_hidden(job);
         return;
     }
 #endif
-    if (problem->sparse_row) {
-        sparse_slice(job);
+    if (job->problem->sparse_row)
+        sparse_hidden(job);
+    else
+        dense_hidden(job, job->scratch, job->scratch + slice_panel_experts(job->problem) * SLICE_COLUMNS);
+}
+
+static void weight(const struct slice_job *job) {
+#ifdef __AVX512BF16__
+    if (job->logits.pairs.by_token) {
+        pair_weight(job);
         return;
     }
-    if (problem->grad_weight.data)
-        dense_weight(job, hidden_panel);
-    if (problem->grad_hidden.data)
-        dense_hidden(job, weight_panel, hidden_panel + (problem->grad_weight.data ? job->count * SLICE_COLUMNS : 0));
+#endif
+    if (job->problem->sparse_row)
+        sparse_weight(job);
+    else
+        dense_weight(job, job->scratch);
 }
 
 static void finish(const struct problem *problem, const float *sums, const float *lost, int64_t expert, int64_t column,
@@ -273,12 +297,15 @@ static void finish(const struct problem *problem, const float *sums, const float
 }
 
 const struct slice_kernels SLICE_KERNELS = {
-    .slice = slice,
+    .hidden = hidden,
+    .weight = weight,
     .finish = finish,
     .accumulate = accumulate,
     .widen = widen,
     .narrow = narrow,
+    .softmax = softmax,
 #ifdef __AVX512BF16__
     .pair = pair,
+    .pair_gate = pair_gate,
 #endif
 };

@@ -20,15 +20,16 @@ enum { SLOTS = 256 };
 static void scatter_slots(const struct problem *problem, int64_t token, int64_t first, double c, double z, float *row) {
     double v[SLOTS];
     int64_t ids[SLOTS], count = problem->top_k - first < SLOTS ? problem->top_k - first : SLOTS;
+    for (int64_t i = 0; i < count; i++) { /* the mask by itself: reads that wait for memory, all at once */
+        ids[i] = id_at(&problem->ids, token, first + i);
+        v[i] = ids[i] < 0 ? 0 : mask_at(problem, ids[i], first + i, token);
+    }
     for (int64_t i = 0; i < count; i++) {
-        int64_t k = first + i, same = 0;
-        ids[i] = id_at(&problem->ids, token, k);
+        int64_t same = 0;
         if (ids[i] < 0)
             continue;
-        v[i] = (double)element_at(&problem->softmax.incoming, token, k);
-        if (problem->softmax.sum.data)
-            v[i] = (v[i] - c) / z;
-        v[i] += mask_at(problem, ids[i], k, token);
+        double g = (double)element_at(&problem->softmax.incoming, token, first + i);
+        v[i] += problem->softmax.sum.data ? (g - c) / z : g;
         while (ids[same] != ids[i])
             same++;
         if (same < i) {
@@ -63,22 +64,7 @@ static void softmax_row(const struct problem *problem, int64_t token, float *row
     else
         memset(row, 0, (size_t)problem->experts * sizeof *row);
     scatter(problem, token, p, row);
-    double dot = 0;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t e = 0; e < problem->experts; e++)
-        dot += (double)row[e] * (double)p[e];
-#pragma omp simd
-    for (int64_t e = 0; e < problem->experts; e++)
-        row[e] = (float)((double)p[e] * ((double)row[e] - dot));
-    enum element type = problem->softmax.incoming.type;
-    if (type == BF16)
-#pragma omp simd
-        for (int64_t e = 0; e < problem->experts; e++)
-            row[e] = bf16_to_float(float_to_bf16(row[e]));
-    else if (type == F16)
-#pragma omp simd
-        for (int64_t e = 0; e < problem->experts; e++)
-            row[e] = f16_to_float(float_to_f16(row[e]));
+    moer_cpu_settings()->kernels->softmax(row, p, problem->softmax.incoming.type, problem->experts);
 }
 
 struct problem moer_cpu_softmax_topk_backward(const void *call) {

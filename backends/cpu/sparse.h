@@ -205,30 +205,42 @@ static inline __attribute__((always_inline)) void weight_strip(const int halves,
     }
 }
 
-/* Scratch is [the gate's strips][a strip of hidden states]. */
-static inline __attribute__((always_inline)) void slice_of_strips(const int halves, const struct slice_job *job) {
+/* Scratch is the gate's strips or a strip of hidden states. */
+static inline __attribute__((always_inline)) void hidden_strips(const int halves, const struct slice_job *job) {
     const struct problem *problem = job->problem;
-    const int64_t experts = slice_panel_experts(problem), row_bytes = SPARSE_COLUMNS * (halves ? 2 : 4);
-    char *gate = (char *)job->scratch, *hidden_states = gate + experts * SPARSE_SLICE_COLUMNS * (halves ? 2 : 4);
-    for (int64_t strip = 0; strip < job->columns; strip += SPARSE_COLUMNS, gate += experts * row_bytes) {
+    const int64_t experts = slice_panel_experts(problem);
+    char *gate = (char *)job->scratch;
+    for (int64_t strip = 0; strip < job->columns; strip += SPARSE_COLUMNS) {
         const int64_t column = job->column + strip, valid = smaller(SPARSE_COLUMNS, job->columns - strip);
-        if (problem->grad_weight.data) {
-            const struct terms terms = {hidden_states, &problem->hidden_states, column, valid};
-            pack_strip(halves, hidden_states, terms.source, job->first, job->count, column, valid);
-            weight_strip(halves, job, &terms);
-        }
-        if (problem->grad_hidden.data) {
-            const struct terms terms = {experts > 0 ? gate : NULL, &problem->weight, column, valid};
-            if (!job->again)
-                pack_strip(halves, gate, terms.source, 0, experts, column, valid);
-            hidden_strip(halves, job, &terms);
-        }
+        const struct terms terms = {experts > 0 ? gate : NULL, &problem->weight, column, valid};
+        if (!job->again)
+            pack_strip(halves, gate, terms.source, 0, experts, column, valid);
+        hidden_strip(halves, job, &terms);
+        gate += experts * SPARSE_COLUMNS * (halves ? 2 : 4);
     }
 }
 
-static void sparse_slice(const struct slice_job *job) {
+static inline __attribute__((always_inline)) void weight_strips(const int halves, const struct slice_job *job) {
+    const struct problem *problem = job->problem;
+    char *hidden_states = (char *)job->scratch;
+    for (int64_t strip = 0; strip < job->columns; strip += SPARSE_COLUMNS) {
+        const int64_t column = job->column + strip, valid = smaller(SPARSE_COLUMNS, job->columns - strip);
+        const struct terms terms = {hidden_states, &problem->hidden_states, column, valid};
+        pack_strip(halves, hidden_states, terms.source, job->first, job->count, column, valid);
+        weight_strip(halves, job, &terms);
+    }
+}
+
+static void sparse_hidden(const struct slice_job *job) {
     if (has_halves(&job->problem->weight))
-        slice_of_strips(1, job);
+        hidden_strips(1, job);
     else
-        slice_of_strips(0, job);
+        hidden_strips(0, job);
+}
+
+static void sparse_weight(const struct slice_job *job) {
+    if (has_halves(&job->problem->weight))
+        weight_strips(1, job);
+    else
+        weight_strips(0, job);
 }

@@ -338,8 +338,8 @@ START_TEST(repeats) {
 }
 END_TEST
 
-/* Around every number of tokens where the backend changes its mind, which is by that of experts, too, and at the edges
- * of tiles. */
+/* Around numbers of tokens where the backend changes its mind, which is by those of experts and slots, too, and at the
+ * edges of tiles. */
 static const struct {
     int64_t tokens, experts, top_k;
 } batches[] = {{1, 24, 4},     {2, 24, 4},     {3, 24, 4},     {15, 24, 4},    {127, 24, 4},

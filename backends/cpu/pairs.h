@@ -343,7 +343,7 @@ static void unusual_hidden_strip(const struct slice_job *job, int64_t column, in
             strip.first = job->first + token;
             strip.count = 1;
             strip.logits.dense = job->logits.dense + token * job->problem->experts;
-            dense_hidden(&strip, job->scratch, NULL);
+            dense_hidden(&strip, job->scratch, job->scratch);
             strip.again = 1;
         }
 }

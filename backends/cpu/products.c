@@ -9,8 +9,8 @@
  *
  * A slice goes through its turn in blocks of 512 tokens, which fit its cache. No task's result depends on who does it,
  * so the number of threads moves no bit; few turns mean few barriers, where a busy machine loses most. Hidden states
- * are read once. What is allocated is G of a turn, float32 sums of the weight gradient, and a panel or two for each
- * thread. */
+ * are read once. What is allocated is G of a turn, float32 sums of the weight gradient, the gate as pairs, and a panel
+ * or two for each thread. */
 #include "products.h"
 #include <fenv.h>
 #include <omp.h>

@@ -45,7 +45,7 @@ struct slice_job {
     int64_t first, count;    /* the block's tokens */
     int64_t column, columns; /* the slice */
     struct block_logits logits;
-    int again;           /* the slice's last call has left its panel of the gate in scratch */
+    int again;           /* the slice's last hidden() has left its panel of the gate in scratch */
     int64_t sums_stride; /* from an expert's sums to the next's */
     float *sums;         /* the weight gradient so far; the first block starts it */
     float *lost;         /* what rounding took from the sums; NULL where that is not kept */
@@ -81,7 +81,12 @@ static inline int64_t pair_stride(int64_t terms) {
     return (terms + 2 * PAIR_MULTIPLE - 1) / (2 * PAIR_MULTIPLE) * PAIR_MULTIPLE;
 }
 
-/* Rows of the gate that slice() holds at a time; 0: none. */
+/* Whether sparse.h takes elements as they are, two in a word. */
+static inline int has_halves(const struct rows *rows) {
+    return rows->type == BF16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
+}
+
+/* Rows of the gate that hidden() holds at a time; 0: none. */
 static inline int64_t slice_panel_experts(const struct problem *problem) {
     if (!problem->grad_hidden.data)
         return 0;
@@ -98,7 +103,7 @@ static inline size_t slice_scratch(const struct problem *problem, int64_t tokens
                         (problem->experts > tokens ? problem->experts : tokens) * PAIR_STRIP_COLUMNS) *
                sizeof(float);
     if (problem->sparse_row) /* the gate, and a strip of hidden states */
-        return (size_t)(rows * SPARSE_SLICE_COLUMNS + tokens * STRIP_COLUMNS) * (problem->weight.type == BF16 ? 2 : 4);
+        return (size_t)(rows * SPARSE_SLICE_COLUMNS + tokens * STRIP_COLUMNS) * (has_halves(&problem->weight) ? 2 : 4);
     if (problem->grad_weight.data)
         rows += tokens; /* hidden states */
     if (problem->grad_hidden.data && problem->experts > PANEL_EXPERTS)

@@ -24,10 +24,6 @@ _Static_assert((int)SPARSE_COLUMNS <= (int)STRIP_COLUMNS, "scratch is for strips
 typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), may_alias));
 typedef words unaligned_words __attribute__((aligned(1)));
 
-static inline int has_halves(const struct rows *rows) {
-    return rows->type == BF16 && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__;
-}
-
 /* Asks for the cache lines of a strip's row. */
 static inline void foresee(const struct rows *rows, int64_t row, int64_t column) {
     const char *later = element_address(rows, row, column);

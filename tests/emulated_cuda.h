@@ -486,6 +486,11 @@ inline bool __all_sync(unsigned, bool value) {
         return all;
     });
 }
+inline void __threadfence() {}
+template <typename V>
+V __ldcg(const V *from) {
+    return *from;
+}
 inline int atomicAdd(int *to, int value) {
     return (*to += value) - value;
 }

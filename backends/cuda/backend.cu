@@ -282,6 +282,9 @@ size_t lay_out(problem *problem, bool fused) {
     parts.add(&problem->partials, !fused && problem->grad_weight.data
                                       ? problem->splits * problem->partial_rows * problem->partial_stride * 4
                                       : 0);
+    const int64_t arrivals = !fused && has_wide_shape(*problem) ? count_wide_arrivals(*problem) : 0;
+    problem->arrival_count = problem->wide ? static_cast<int>(arrivals) : 0;
+    parts.add(&problem->arrivals, arrivals * 4);
     return static_cast<size_t>(parts.size);
 }
 
@@ -439,6 +442,7 @@ enum moer_status run(enum moer_operation operation, const void *args, moer_messa
         return status;
     place(&problem.logits, workspace);
     place(&problem.partials, workspace);
+    place(&problem.arrivals, workspace);
     status = launch_all(problem, stream, message);
     if (!common->workspace && workspace) {
         cudaError_t error = cudaFreeAsync(workspace, stream);

@@ -421,6 +421,9 @@ __global__ void __launch_bounds__(warps_of<EXPERTS> *WARP, resident_of<EXPERTS, 
             if (expert_of<LANES>(lane, i) < problem.experts)
                 store_element(problem.grad_logits, token, expert_of<LANES>(lane, i), g[i]);
     }
+    if (blockIdx.x == 0 && threadIdx.x < WARP) /* other warps may have no token, and have left */
+        for (int i = threadIdx.x; i < problem.arrival_count; i += WARP)
+            problem.arrivals[i] = 0;
 }
 
 template <typename T, int EXPERTS, bool SOFTMAX, way WAY>

@@ -3,9 +3,11 @@
  * wide models, long batches.
  *
  * The weight gradient comes in tiles of 128 experts x 256 columns, terms over a split of the tokens: A = G^T, B =
- * hidden states, in memory both with rows of terms. With one split it is stored as it is, otherwise as partial sums for
- * reduce.cu. A step has 64 terms: two panels of A and four of B, 64 x 64 elements each, which one thread has tensor
- * copies bring into a ring of stages; what does not exist is zeros. Two warpgroups have 64 rows each.
+ * hidden states, in memory both with rows of terms. With one split it is stored as it is, otherwise as partial sums,
+ * which warps that have nothing else to do, adders, add up while the others go on: those of the block that is the last
+ * to store a split of the tile. So no block waits for another, and no kernel has to follow. A step has 64 terms: two
+ * panels of A and four of B, 64 x 64 elements each, which one thread has tensor copies bring into a ring of stages;
+ * what does not exist is zeros. Two warpgroups have 64 rows each.
  *
  * grad_hidden_states come in runs: a slice of columns, whose part of the gate the warpgroups hold in registers, 64 or
  * 128 columns each, and tiles of 64 tokens, one below the other. A stage has a tile of G, of all experts; the gate
@@ -21,8 +23,10 @@
  * On an H200, 16384 tokens of H = 7168, E = 256: a step took 1190 clocks instead of the 1024 of its products, a run's
  * tile 2650 instead of 2048.
  *
- * Budget: 168 registers a thread, of which the warpgroup that copies gives up most; 225 KB of shared memory. */
+ * Budget: 168 registers a thread, of which the warpgroup that copies and adds gives up most: so few loads are under way
+ * at once. 225 KB of shared memory. */
 #include "fused.cuh"
+#include "reduce.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_wide {
@@ -38,10 +42,13 @@ enum {
     WEIGHT_STEP_BYTES = 6 * PANEL_BYTES, /* A, then B */
     MULTIPLIERS = ROWS / PANEL,          /* warpgroups */
     THREADS = (MULTIPLIERS + 1) * WARPGROUP,
-    RESULT_SLOTS = 2, /* panels of a warpgroup's results */
+    ADDERS = WARPGROUP / WARP - 1, /* warps */
+    STORED_SLOTS = 4,              /* tiles that adders may be behind */
+    RESULT_SLOTS = 2,              /* panels of a warpgroup's results */
+    MOST_STAGES = 4,
     STAGES_BYTES = 24 * PANEL_BYTES,
     ROOM = STAGES_BYTES + MULTIPLIERS * RESULT_SLOTS * PANEL_BYTES,
-    BYTES = ROOM + 4 * 16 /* barriers, at most */
+    BYTES = ROOM + (MOST_STAGES + STORED_SLOTS) * 16 /* barriers, at most */
 };
 
 /* For so many panels of experts at most. A stage has a step of the weight gradient or a tile of G for
@@ -53,7 +60,7 @@ struct shape {
                          STAGES = STAGES_BYTES / STAGE_BYTES;
     static constexpr int G_BYTES = PANELS * PANEL_BYTES;
     static constexpr int GATE_PANELS = MULTIPLIERS * BLOCKS, HIDDEN_COLUMNS = GATE_PANELS * PANEL;
-    static_assert(BYTES >= ROOM + STAGES * 16, "barriers fit");
+    static_assert(STAGES <= MOST_STAGES, "barriers fit");
 };
 
 /* What the kernel works on, by the host's choice. The first so many clusters have one unit of the weight gradient more
@@ -65,8 +72,8 @@ struct work {
     bool beside;             /* units of the weight gradient are tiles beside one another */
     bool whole;              /* there is one split, and the weight gradient can be stored by tensor copies */
     int tokens, split_tokens, experts, hidden;
-    float *partials;
-    int64_t partial_rows, partial_stride;
+    partial_sums partials;
+    int *arrivals; /* of a tile, for each adder: how many splits are stored */
 };
 
 /* Tensor maps, of panels. */
@@ -289,14 +296,14 @@ __device__ __forceinline__ void store_results(const tile_sums &sums, const CUten
 __device__ __forceinline__ void store_partials(const tile_sums &sums, const work &work, const tile &tile, int role) {
     const int lane = threadIdx.x % WARP, row = tile.row + role * PANEL + async_layout::first_row() + lane / 4;
     const int columns = work.hidden - tile.column;
-    float *to =
-        work.partials + (tile.split * work.partial_rows + row) * work.partial_stride + tile.column + lane % 4 * 2;
+    float *to = work.partials.data + tile.split * work.partials.split_stride + row * work.partials.stride +
+                tile.column + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j++)
             if (row + 8 * half < work.experts && 8 * j < columns)
-                *reinterpret_cast<float2 *>(to + 8 * half * work.partial_stride + 8 * j) =
+                *reinterpret_cast<float2 *>(to + 8 * half * work.partials.stride + 8 * j) =
                     make_float2(sums[0][j][2 * half], sums[0][j][2 * half + 1]);
 }
 
@@ -404,19 +411,25 @@ __device__ __forceinline__ void multiply_hidden(const all_maps &maps, place &nex
 }
 
 template <typename T, typename shape>
-__device__ __forceinline__ void multiply_all(const work &work, const all_maps &maps, const ring &stages, uint32_t slots,
-                                             int role) {
-    place at(stages), done(stages);
+__device__ __forceinline__ void multiply_all(const work &work, const all_maps &maps, const ring &stages,
+                                             const ring &stored, uint32_t slots, int role) {
+    place at(stages), done(stages), partials(stored);
     each_unit(
         work,
         [&](const tile &tile) {
             tile_sums sums;
             memset(sums, 0, sizeof sums);
             multiply<T, shape>(sums, tile.steps, at, done, role);
-            if (work.whole)
+            if (work.whole) {
                 store_results<T>(sums, maps.grad_weight, tile, slots, role);
-            else
-                store_partials(sums, work, tile, role);
+                return;
+            }
+            store_partials(sums, work, tile, role);
+            partials.wait_empty();
+            __syncwarp();
+            if (threadIdx.x % WARP == 0)
+                barrier_arrive(partials.full());
+            partials.advance();
         },
         [&](int slice, int first, int count) {
             multiply_hidden<T, shape>(maps, at, done, slots, role, (slice * CLUSTER + rank()) * shape::HIDDEN_COLUMNS,
@@ -426,23 +439,82 @@ __device__ __forceinline__ void multiply_all(const work &work, const all_maps &m
         store_bulk_wait<0>();
 }
 
+/* ---- Adders ---- */
+
+/* Whether a tile's split is the last one to be stored, by what an adder has seen; then it sees all of them: a fence
+ * after the barrier makes visible to others what the barrier made visible to it. */
+__device__ __forceinline__ bool arrives_last(const work &work, const tile &tile, int adder) {
+    const int across = (work.hidden + COLUMNS - 1) / COLUMNS, number = tile.row / ROWS * across + tile.column / COLUMNS;
+    int before = 0;
+    if (threadIdx.x % WARP == 0) {
+        __threadfence();
+        before = atomicAdd(work.arrivals + number * ADDERS + adder, 1);
+        __threadfence();
+    }
+    __syncwarp();
+    return uniform(before) == work.partials.splits - 1;
+}
+
+/* An adder's rows of a tile, half a warp each. */
+template <int WIDTH, int GROUPS, int BATCH, bool ANY>
+__device__ __forceinline__ void add_tile(const partial_sums &partials, const tile &tile, int adder) {
+    enum { ACROSS = WARP / 2, APART = ACROSS * WIDTH };
+    const int lane = threadIdx.x % WARP, left = static_cast<int>(partials.hidden) - tile.column,
+              columns = left < COLUMNS ? left : COLUMNS,
+              end = tile.row + ROWS < partials.experts ? tile.row + ROWS : partials.experts;
+#pragma unroll 1
+    for (int row = tile.row + adder * 2 + lane / ACROSS; row < end; row += ADDERS * 2)
+#pragma unroll 1
+        for (int column = lane % ACROSS * WIDTH; column < columns; column += GROUPS * APART)
+            add_up<WIDTH, GROUPS, APART, BATCH, ANY>(partials, row, tile.column + column);
+}
+
+/* Adds up tiles whose last split this block has stored, while its multipliers go on: nobody waits for another block. */
+__device__ __forceinline__ void add_all(const work &work, const ring &stored, int adder) {
+    place at(stored);
+    wait_for_last_kernel();
+    each_unit(
+        work,
+        [&](const tile &tile) {
+            at.wait_full();
+            at.release();
+            at.advance();
+            if (tile.row >= work.experts || tile.column >= work.hidden || !arrives_last(work, tile, adder))
+                return;
+            /* So that as many loads as there are registers for are under way. */
+            if (!work.partials.by_fours)
+                add_tile<1, 1, 8, true>(work.partials, tile, adder);
+            else if (work.partials.splits == 2 && !work.partials.accumulate)
+                add_tile<4, 4, 2, false>(work.partials, tile, adder);
+            else if (work.partials.splits <= 4)
+                add_tile<4, 2, 4, true>(work.partials, tile, adder);
+            else
+                add_tile<4, 1, 8, true>(work.partials, tile, adder);
+        },
+        [](int, int, int) {});
+}
+
 template <typename T, typename shape>
 __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uint32_t shared) {
-    enum { LEFT_REGISTERS = 40, MULTIPLIERS_REGISTERS = 232 };
-    if (!work.whole)
-        allow_next_kernel();
+    enum { LEFT_REGISTERS = 56, MULTIPLIERS_REGISTERS = 224 };
     const ring stages{shared, shared + ROOM, shape::STAGE_BYTES, shape::STAGES};
     const int role = uniform(threadIdx.x / WARPGROUP);
+    const ring stored{0, shared + ROOM + MOST_STAGES * 16, 0, STORED_SLOTS};
     stages.init(1, CLUSTER * MULTIPLIERS * (WARPGROUP / WARP));
+    stored.init(MULTIPLIERS * (WARPGROUP / WARP), ADDERS);
     barrier_init_done();
     cluster_synchronize();
     if (role == MULTIPLIERS) {
         give_registers<LEFT_REGISTERS>();
+        const int adder = uniform(threadIdx.x / WARP % (WARPGROUP / WARP)) - 1;
         if (threadIdx.x == MULTIPLIERS * WARPGROUP)
             load_all<shape>(work, maps, stages);
+        else if (adder >= 0 && !work.whole)
+            add_all(work, stored, adder);
     } else {
         take_registers<MULTIPLIERS_REGISTERS>();
-        multiply_all<T, shape>(work, maps, stages, shared + STAGES_BYTES + role * RESULT_SLOTS * PANEL_BYTES, role);
+        multiply_all<T, shape>(work, maps, stages, stored, shared + STAGES_BYTES + role * RESULT_SLOTS * PANEL_BYTES,
+                               role);
     }
 }
 #endif
@@ -466,8 +538,8 @@ enum {
     HIDDEN_COST = 1,
     STORE_COST = 4,
     PARTIALS_COST = 32,
-    REDUCTION_COST = 40,
-    REDUCED_AT_ONCE = 80000
+    ADDING_COST = 40,
+    ADDED_AT_ONCE = 80000,
 };
 
 struct units {
@@ -539,9 +611,8 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     work.split_tokens = static_cast<int>(problem.split_tokens);
     work.experts = problem.experts;
     work.hidden = static_cast<int>(problem.hidden);
-    work.partials = problem.partials;
-    work.partial_rows = problem.partial_rows;
-    work.partial_stride = problem.partial_stride;
+    work.partials = partial_sums_of(problem);
+    work.arrivals = problem.arrivals;
     const rows logits = {problem.logits, problem.logits_stride};
     all_maps maps{};
     const auto kernel = wide_kernel<T, shape>;
@@ -559,15 +630,16 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
         error = map(&maps.grad_hidden, problem.grad_hidden, problem.tokens, problem.hidden);
     if (error == cudaSuccess && work.whole)
         error = map(&maps.grad_weight, out, experts, problem.hidden);
-    if (error == cudaSuccess)
-        error = launch_clusters(kernel, CLUSTER, int64_t{clusters} * CLUSTER, THREADS, BYTES, stream, work, maps);
-    return error != cudaSuccess || work.whole ? error : launch_reduction(problem, stream);
+    return error == cudaSuccess
+               ? launch_clusters(kernel, CLUSTER, int64_t{clusters} * CLUSTER, THREADS, BYTES, stream, work, maps)
+               : error;
 }
 
 } // namespace moer_wide
 
 /* As few as a chain may be long, or more of them, where that shares the work out so much better that it pays for the
- * partial sums. For as many multiprocessors as most devices have: bits are not to depend on it. */
+ * partial sums, as if nothing hid that they are added up. For as many multiprocessors as most devices have: bits are
+ * not to depend on it. */
 int64_t choose_wide_split(const problem &problem) {
     using namespace moer_wide;
     enum { CLUSTERS = 132 / CLUSTER, FEWEST = 512, MOST_SPLITS = 64 };
@@ -584,15 +656,19 @@ int64_t choose_wide_split(const problem &problem) {
         const int64_t count = weight.count * divide_up(problem.tokens, tokens);
         const int64_t all = divide_up(count * weight.cost + hidden.count * hidden.cost, CLUSTERS),
                       longest = divide_up(count, CLUSTERS) * weight.cost;
-        const int64_t reduction =
-            splits > 1 ? REDUCTION_COST + splits * problem.experts * problem.hidden / REDUCED_AT_ONCE : 0;
-        const int64_t cost = (all > longest ? all : longest) + reduction;
+        const int64_t adding = splits > 1 ? ADDING_COST + splits * problem.experts * problem.hidden / ADDED_AT_ONCE : 0;
+        const int64_t cost = (all > longest ? all : longest) + adding;
         if (!best || cost < best_cost) {
             best = tokens;
             best_cost = cost;
         }
     }
     return best;
+}
+
+int64_t count_wide_arrivals(const problem &problem) {
+    using namespace moer_wide;
+    return divide_up(problem.experts, ROWS) * divide_up(problem.hidden, COLUMNS) * ADDERS;
 }
 
 cudaError_t launch_wide(const problem &problem, cudaStream_t stream) {

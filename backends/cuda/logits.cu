@@ -324,16 +324,19 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<WAY
     constexpr int SLOTS = slots_of<WAY>, LANES = lanes_of<WAY>;
     using slot = sigmoid_slot<T>;
     raw_ids<SLOTS> raw;
-    lane_row<T, EXPERTS> scores;
     T g[SLOTS], w[SLOTS], z;
     float s[SLOTS], u[SLOTS], terms[SLOTS], dense[EXPERTS], c = 0;
     int ids[SLOTS];
     load_ids(raw, problem, token, lane, top_k);
-    load_row<LANES, WAY != ANY>(scores, problem.scores, token, problem.experts, lane);
     load_of_slots(g, problem.incoming, token, lane, top_k);
     load_of_slots(w, problem.normalized, token, lane, top_k);
     z = *strides_on<T>(problem.denominator.data, token, problem.denominator.stride);
+    const T *scores = strides_on<T>(problem.scores.data, token, problem.scores.stride);
+    settle(scores);
     check_ids(ids, raw, problem);
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+        s[i] = ids[i] >= 0 ? to_float(scores[ids[i]]) : 0.0f;
     const bool distinct = all_distinct(row, ids, lane);
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
@@ -344,13 +347,9 @@ __device__ __forceinline__ void sigmoid_row(const problem &problem, token_of<WAY
     for (int k = 0; k < problem.top_k; k++)
         c = __fadd_rn(c, __shfl_sync(ALL_LANES, k < WARP ? terms[0] : terms[SLOTS - 1], k % WARP, LANES));
     c = slot::rounded(c);
-    to_shared<LANES>(row, scores, lane);
-    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < SLOTS; i++) {
+    for (int i = 0; i < SLOTS; i++)
         u[i] = slot::quotient(u[i], c, z);
-        s[i] = ids[i] >= 0 ? row[ids[i]] : 0.0f;
-    }
     __syncwarp();
     result.clear();
     to_shared<LANES>(row, result, lane);
@@ -386,6 +385,7 @@ enum { ROOM = MOST_RESIDENT };
 template <int EXPERTS, way WAY>
 constexpr int resident_of = WAY == PLAIN &&EXPERTS == GROUP       ? ROOM
                             : WAY == PAIRS &&EXPERTS == 2 * GROUP ? ROOM / 16 * 12
+                            : WAY == PAIRS &&EXPERTS == 4 * GROUP ? MOST_RESIDENT / 2
                                                                   : warps_of<EXPERTS>;
 template <int EXPERTS, way WAY>
 constexpr int tokens_of = warps_of<EXPERTS> *WARP / lanes_of<WAY>; /* of a block */
@@ -460,6 +460,8 @@ cudaError_t launch_operation(const problem &problem, cudaStream_t stream) {
         return launch_for<T, GROUP, SOFTMAX>(problem, stream);
     if (problem.experts <= 2 * GROUP * WARP)
         return launch_for<T, 2 * GROUP, SOFTMAX>(problem, stream);
+    if (problem.experts <= 3 * GROUP * WARP)
+        return launch_for<T, 3 * GROUP, SOFTMAX>(problem, stream);
     if (problem.experts <= 4 * GROUP * WARP)
         return launch_for<T, 4 * GROUP, SOFTMAX>(problem, stream);
     return launch_for<T, 8 * GROUP, SOFTMAX>(problem, stream); /* 1024 */

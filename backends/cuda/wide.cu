@@ -3,11 +3,11 @@
  * wide models, long batches.
  *
  * The weight gradient comes in tiles of 128 experts x 256 columns, terms over a split of the tokens: A = G^T, B =
- * hidden states, in memory both with rows of terms. With one split it is stored as it is, otherwise as partial sums,
- * which warps that have nothing else to do, adders, add up while the others go on: those of the block that is the last
- * to store a split of the tile. So no block waits for another, and no kernel has to follow. A step has 64 terms: two
- * panels of A and four of B, 64 x 64 elements each, which one thread has tensor copies bring into a ring of stages;
- * what does not exist is zeros. Two warpgroups have 64 rows each.
+ * hidden states, in memory both with rows of terms. With one split it is stored as it is, otherwise as partial sums for
+ * reduce.cu; or, with two and where long runs follow, for warps that have nothing else to do, adders: those of the
+ * block that is the last to store a split of a tile add both up, while its others go on. No block waits for another. A
+ * step has 64 terms: two panels of A and four of B, 64 x 64 elements each, which one thread has tensor
+ * copies bring into a ring of stages; what does not exist is zeros. Two warpgroups have 64 rows each.
  *
  * grad_hidden_states come in runs: a slice of columns, whose part of the gate the warpgroups hold in registers, 64 or
  * 128 columns each, and tiles of 64 tokens, one below the other. A stage has a tile of G, of all experts; the gate
@@ -23,10 +23,8 @@
  * On an H200, 16384 tokens of H = 7168, E = 256: a step took 1190 clocks instead of the 1024 of its products, a run's
  * tile 2650 instead of 2048.
  *
- * Budget: 168 registers a thread, of which the warpgroup that copies and adds gives up most: so few loads are under way
- * at once. 225 KB of shared memory. */
+ * Budget: 168 registers a thread, of which the warpgroup that copies and adds gives up most; 225 KB of shared memory. */
 #include "fused.cuh"
-#include "reduce.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
 namespace moer_wide {
@@ -71,9 +69,12 @@ struct work {
     int down, across, tiles; /* units of a split; units of grad_hidden_states below one another */
     bool beside;             /* units of the weight gradient are tiles beside one another */
     bool whole;              /* there is one split, and the weight gradient can be stored by tensor copies */
+    bool adds;               /* partial sums, of two splits, are added up here */
     int tokens, split_tokens, experts, hidden;
-    partial_sums partials;
+    float *partials;
+    int64_t partial_rows, partial_stride;
     int *arrivals; /* of a tile, for each adder: how many splits are stored */
+    typed_rows grad_weight;
 };
 
 /* Tensor maps, of panels. */
@@ -296,14 +297,14 @@ __device__ __forceinline__ void store_results(const tile_sums &sums, const CUten
 __device__ __forceinline__ void store_partials(const tile_sums &sums, const work &work, const tile &tile, int role) {
     const int lane = threadIdx.x % WARP, row = tile.row + role * PANEL + async_layout::first_row() + lane / 4;
     const int columns = work.hidden - tile.column;
-    float *to = work.partials.data + tile.split * work.partials.split_stride + row * work.partials.stride +
-                tile.column + lane % 4 * 2;
+    float *to =
+        work.partials + (tile.split * work.partial_rows + row) * work.partial_stride + tile.column + lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; j++)
             if (row + 8 * half < work.experts && 8 * j < columns)
-                *reinterpret_cast<float2 *>(to + 8 * half * work.partials.stride + 8 * j) =
+                *reinterpret_cast<float2 *>(to + 8 * half * work.partial_stride + 8 * j) =
                     make_float2(sums[0][j][2 * half], sums[0][j][2 * half + 1]);
 }
 
@@ -420,16 +421,17 @@ __device__ __forceinline__ void multiply_all(const work &work, const all_maps &m
             tile_sums sums;
             memset(sums, 0, sizeof sums);
             multiply<T, shape>(sums, tile.steps, at, done, role);
-            if (work.whole) {
+            if (work.whole)
                 store_results<T>(sums, maps.grad_weight, tile, slots, role);
-                return;
+            else
+                store_partials(sums, work, tile, role);
+            if (work.adds) {
+                partials.wait_empty();
+                __syncwarp();
+                if (threadIdx.x % WARP == 0)
+                    barrier_arrive(partials.full());
+                partials.advance();
             }
-            store_partials(sums, work, tile, role);
-            partials.wait_empty();
-            __syncwarp();
-            if (threadIdx.x % WARP == 0)
-                barrier_arrive(partials.full());
-            partials.advance();
         },
         [&](int slice, int first, int count) {
             multiply_hidden<T, shape>(maps, at, done, slots, role, (slice * CLUSTER + rank()) * shape::HIDDEN_COLUMNS,
@@ -452,24 +454,43 @@ __device__ __forceinline__ bool arrives_last(const work &work, const tile &tile,
         __threadfence();
     }
     __syncwarp();
-    return uniform(before) == work.partials.splits - 1;
+    return uniform(before) > 0;
 }
 
-/* An adder's rows of a tile, half a warp each. */
-template <int WIDTH, int GROUPS, int BATCH, bool ANY>
-__device__ __forceinline__ void add_tile(const partial_sums &partials, const tile &tile, int adder) {
-    enum { ACROSS = WARP / 2, APART = ACROSS * WIDTH };
-    const int lane = threadIdx.x % WARP, left = static_cast<int>(partials.hidden) - tile.column,
-              columns = left < COLUMNS ? left : COLUMNS,
-              end = tile.row + ROWS < partials.experts ? tile.row + ROWS : partials.experts;
+/* Adds up an adder's rows of a tile, half a warp each, as reduce.cu does. */
+template <typename T>
+__device__ __forceinline__ void add_splits(const work &work, const tile &tile, int adder) {
+    enum { LANES = WARP / 2, WIDTH = 4, APART = LANES * WIDTH, GROUPS = COLUMNS / APART };
+    const int lane = threadIdx.x % WARP, first = tile.column + lane % LANES * WIDTH, there = work.hidden - first,
+              end = tile.row + ROWS < work.experts ? tile.row + ROWS : work.experts;
+    const int64_t split_stride = work.partial_rows * work.partial_stride;
 #pragma unroll 1
-    for (int row = tile.row + adder * 2 + lane / ACROSS; row < end; row += ADDERS * 2)
-#pragma unroll 1
-        for (int column = lane % ACROSS * WIDTH; column < columns; column += GROUPS * APART)
-            add_up<WIDTH, GROUPS, APART, BATCH, ANY>(partials, row, tile.column + column);
+    for (int row = tile.row + adder * 2 + lane / LANES; row < end; row += ADDERS * 2) {
+        asm volatile("" : "+r"(row)); /* what is worked out ahead takes registers */
+        const float *from = work.partials + row * work.partial_stride + first;
+        float4 parts[2][GROUPS] = {};
+#pragma unroll
+        for (int split = 0; split < 2; split++) {
+#pragma unroll
+            for (int i = 0; i < GROUPS; i++)
+                if (i * APART < there)
+                    parts[split][i] = __ldcg(reinterpret_cast<const float4 *>(from + i * APART));
+            from += split_stride;
+            keep_here(from);
+        }
+        T *to = reinterpret_cast<T *>(work.grad_weight.data) + row * work.grad_weight.stride + first;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            const float4 &a = parts[0][i], &b = parts[1][i];
+            const auto sum = [](float a, float b) { return __fadd_rn(__fadd_rn(0.0f, a), b); };
+            if (i * APART < there)
+                *reinterpret_cast<uint2 *>(to + i * APART) = make_uint2(packed(sum(a.x, b.x), sum(a.y, b.y), T()),
+                                                                        packed(sum(a.z, b.z), sum(a.w, b.w), T()));
+        }
+    }
 }
 
-/* Adds up tiles whose last split this block has stored, while its multipliers go on: nobody waits for another block. */
+template <typename T>
 __device__ __forceinline__ void add_all(const work &work, const ring &stored, int adder) {
     place at(stored);
     wait_for_last_kernel();
@@ -477,19 +498,11 @@ __device__ __forceinline__ void add_all(const work &work, const ring &stored, in
         work,
         [&](const tile &tile) {
             at.wait_full();
+            __syncwarp();
             at.release();
             at.advance();
-            if (tile.row >= work.experts || tile.column >= work.hidden || !arrives_last(work, tile, adder))
-                return;
-            /* So that as many loads as there are registers for are under way. */
-            if (!work.partials.by_fours)
-                add_tile<1, 1, 8, true>(work.partials, tile, adder);
-            else if (work.partials.splits == 2 && !work.partials.accumulate)
-                add_tile<4, 4, 2, false>(work.partials, tile, adder);
-            else if (work.partials.splits <= 4)
-                add_tile<4, 2, 4, true>(work.partials, tile, adder);
-            else
-                add_tile<4, 1, 8, true>(work.partials, tile, adder);
+            if (tile.row < work.experts && tile.column < work.hidden && arrives_last(work, tile, adder))
+                add_splits<T>(work, tile, adder);
         },
         [](int, int, int) {});
 }
@@ -497,6 +510,8 @@ __device__ __forceinline__ void add_all(const work &work, const ring &stored, in
 template <typename T, typename shape>
 __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uint32_t shared) {
     enum { LEFT_REGISTERS = 56, MULTIPLIERS_REGISTERS = 224 };
+    if (!work.whole && !work.adds)
+        allow_next_kernel();
     const ring stages{shared, shared + ROOM, shape::STAGE_BYTES, shape::STAGES};
     const int role = uniform(threadIdx.x / WARPGROUP);
     const ring stored{0, shared + ROOM + MOST_STAGES * 16, 0, STORED_SLOTS};
@@ -509,8 +524,8 @@ __device__ __forceinline__ void wide(const work &work, const all_maps &maps, uin
         const int adder = uniform(threadIdx.x / WARP % (WARPGROUP / WARP)) - 1;
         if (threadIdx.x == MULTIPLIERS * WARPGROUP)
             load_all<shape>(work, maps, stages);
-        else if (adder >= 0 && !work.whole)
-            add_all(work, stored, adder);
+        else if (adder >= 0 && work.adds)
+            add_all<T>(work, stored, adder);
     } else {
         take_registers<MULTIPLIERS_REGISTERS>();
         multiply_all<T, shape>(work, maps, stages, stored, shared + STAGES_BYTES + role * RESULT_SLOTS * PANEL_BYTES,
@@ -538,8 +553,9 @@ enum {
     HIDDEN_COST = 1,
     STORE_COST = 4,
     PARTIALS_COST = 32,
-    ADDING_COST = 40,
-    ADDED_AT_ONCE = 80000,
+    REDUCTION_COST = 40,
+    REDUCED_AT_ONCE = 80000,
+    ADDERS_COST = 500 /* until adders are done with a tile */
 };
 
 struct units {
@@ -602,17 +618,23 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
     const int64_t experts = problem.experts;
     const int pairs = attribute(cudaDevAttrMultiProcessorCount) / CLUSTER, clusters = pairs > 0 ? pairs : 1;
     work work{};
-    work.whole = problem.splits == 1 && !problem.accumulate && out.type == problem.type && is_aligned(out, 2) &&
-                 out.stride >= problem.hidden;
+    const bool mapped =
+        !problem.accumulate && out.type == problem.type && is_aligned(out, 2) && out.stride >= problem.hidden;
+    work.whole = mapped && problem.splits == 1;
     units weight = weight_units(problem, problem.split_tokens, !work.whole, &work);
     weight.count *= problem.splits;
-    deal(weight, hidden_units<shape>(problem, &work), clusters, &work);
+    const units hidden = hidden_units<shape>(problem, &work);
+    deal(weight, hidden, clusters, &work);
+    work.adds = mapped && problem.splits == 2 && work.few * hidden.cost >= ADDERS_COST;
+    work.arrivals = problem.arrivals;
+    work.grad_weight = out;
     work.tokens = static_cast<int>(problem.tokens);
     work.split_tokens = static_cast<int>(problem.split_tokens);
     work.experts = problem.experts;
     work.hidden = static_cast<int>(problem.hidden);
-    work.partials = partial_sums_of(problem);
-    work.arrivals = problem.arrivals;
+    work.partials = problem.partials;
+    work.partial_rows = problem.partial_rows;
+    work.partial_stride = problem.partial_stride;
     const rows logits = {problem.logits, problem.logits_stride};
     all_maps maps{};
     const auto kernel = wide_kernel<T, shape>;
@@ -630,16 +652,15 @@ cudaError_t launch(const problem &problem, cudaStream_t stream) {
         error = map(&maps.grad_hidden, problem.grad_hidden, problem.tokens, problem.hidden);
     if (error == cudaSuccess && work.whole)
         error = map(&maps.grad_weight, out, experts, problem.hidden);
-    return error == cudaSuccess
-               ? launch_clusters(kernel, CLUSTER, int64_t{clusters} * CLUSTER, THREADS, BYTES, stream, work, maps)
-               : error;
+    if (error == cudaSuccess)
+        error = launch_clusters(kernel, CLUSTER, int64_t{clusters} * CLUSTER, THREADS, BYTES, stream, work, maps);
+    return error != cudaSuccess || work.whole || work.adds ? error : launch_reduction(problem, stream);
 }
 
 } // namespace moer_wide
 
 /* As few as a chain may be long, or more of them, where that shares the work out so much better that it pays for the
- * partial sums, as if nothing hid that they are added up. For as many multiprocessors as most devices have: bits are
- * not to depend on it. */
+ * partial sums. For as many multiprocessors as most devices have: bits are not to depend on it. */
 int64_t choose_wide_split(const problem &problem) {
     using namespace moer_wide;
     enum { CLUSTERS = 132 / CLUSTER, FEWEST = 512, MOST_SPLITS = 64 };
@@ -656,8 +677,9 @@ int64_t choose_wide_split(const problem &problem) {
         const int64_t count = weight.count * divide_up(problem.tokens, tokens);
         const int64_t all = divide_up(count * weight.cost + hidden.count * hidden.cost, CLUSTERS),
                       longest = divide_up(count, CLUSTERS) * weight.cost;
-        const int64_t adding = splits > 1 ? ADDING_COST + splits * problem.experts * problem.hidden / ADDED_AT_ONCE : 0;
-        const int64_t cost = (all > longest ? all : longest) + adding;
+        const int64_t reduction =
+            splits > 1 ? REDUCTION_COST + splits * problem.experts * problem.hidden / REDUCED_AT_ONCE : 0;
+        const int64_t cost = (all > longest ? all : longest) + reduction;
         if (!best || cost < best_cost) {
             best = tokens;
             best_cost = cost;

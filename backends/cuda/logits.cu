@@ -9,7 +9,7 @@
  *
  * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
  * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
- * 64 a slot of m's gather, 2 E written. */
+ * 64 a slot of m's gather, 2 E written; sigmoid, about 64 a slot of the scores', 2 E written. */
 #include "sigmoid.cuh"
 #include "tiles.cuh"
 
@@ -436,9 +436,8 @@ cudaError_t launch_with(const problem &problem, bool few, cudaStream_t stream) {
 /* EXPERTS of a lane, where 32 have a token. */
 template <typename T, int EXPERTS, bool SOFTMAX>
 cudaError_t launch_for(const problem &problem, cudaStream_t stream) {
-    const bool vector = SOFTMAX ? in_groups<float>(problem.probs, problem.experts) &&
-                                      (!problem.direct.data || in_groups<T>(problem.direct, problem.experts))
-                                : in_groups<T>(problem.scores, problem.experts);
+    const bool vector = !SOFTMAX || (in_groups<float>(problem.probs, problem.experts) &&
+                                     (!problem.direct.data || in_groups<T>(problem.direct, problem.experts)));
     bool plain = vector && problem.top_k <= WARP && !problem.grad_logits.data && problem.tokens < MOST_NEAR;
     for (int64_t stride : {problem.ids.stride, problem.probs.stride, problem.direct.stride, problem.incoming.stride,
                            problem.sum.stride, problem.scores.stride, problem.normalized.stride,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The weight gradient from the partial sums that products.cu, wide.cu and columns.cu leave: added in order, to the old
- * value once, rounded once. */
+/* The weight gradient from the partial sums that products.cu, wide.cu (but where that adds up itself) and columns.cu
+ * leave: added in order, to the old value once, rounded once. */
 #include "common.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */

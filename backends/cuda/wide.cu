@@ -23,7 +23,8 @@
  * On an H200, 16384 tokens of H = 7168, E = 256: a step took 1190 to 1275 clocks instead of the 1024 of its products, a
  * run's tile 2500 to 2750 instead of 2048.
  *
- * Budget: 168 registers a thread, of which the warpgroup that copies and adds gives up most; 225 KB of shared memory. */
+ * Budget: 168 registers a thread, of which the warpgroup that copies and adds gives up most; 225 KB of shared memory.
+ */
 #include "fused.cuh"
 
 /* Named: nvcc would name an anonymous one after the file's path, and other folders would give other bytes. */
@@ -484,8 +485,8 @@ __device__ __forceinline__ void add_splits(const work &work, const tile &tile, i
             const float4 &a = parts[0][i], &b = parts[1][i];
             const auto sum = [](float a, float b) { return __fadd_rn(__fadd_rn(0.0f, a), b); };
             if (i * APART < there)
-                *reinterpret_cast<uint2 *>(to + i * APART) = make_uint2(packed(sum(a.x, b.x), sum(a.y, b.y), T()),
-                                                                        packed(sum(a.z, b.z), sum(a.w, b.w), T()));
+                *reinterpret_cast<uint2 *>(to + i * APART) =
+                    make_uint2(packed(sum(a.x, b.x), sum(a.y, b.y), T()), packed(sum(a.z, b.z), sum(a.w, b.w), T()));
         }
     }
 }

@@ -77,7 +77,8 @@ struct problem {
     float *partials;
     int64_t partial_rows, partial_stride;
     int weight_rows;
-    /* Also there, for wide.cu: how many splits of a tile are stored. The first kernel makes all of them zero. */
+    /* Also there, for wide.cu: how many splits of a tile are stored, for each adder. The first kernel makes all of them
+     * zero. */
     int arrival_count;
     int *arrivals;
     enum moer_operation operation;
@@ -173,9 +174,11 @@ cudaError_t launch_reduction(const struct problem &problem, cudaStream_t stream)
 /* Tokens of a split for launch_wide() and launch_columns(), by shapes and by how the weight gradient is rounded; and
  * whether columns.cu's slices leave few multiprocessors idle. */
 int64_t choose_wide_split(const struct problem &problem);
-int64_t count_wide_arrivals(const struct problem &problem);
 int64_t choose_columns_split(const struct problem &problem);
 bool columns_keep_busy(const struct problem &problem);
+
+/* How many arrivals launch_wide() may need. */
+int64_t count_wide_arrivals(const struct problem &problem);
 
 /* The launchers hand dtypes to templates. */
 template <typename T>

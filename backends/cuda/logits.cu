@@ -7,9 +7,9 @@
  * sums the dot product of a row in float64, since that is what cancels. Sigmoid rounds to T after each step, as the
  * model does; the _rn intrinsics keep the compiler from fusing.
  *
- * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p. A large one
- * is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of p, 2 E of d, about
- * 64 a slot of m's gather, 2 E written; sigmoid, about 64 a slot of the scores', 2 E written. */
+ * Latency decides a small batch: all loads that need no id are issued first, then the gathers of m and p, or of the
+ * scores. A large one is decided by bytes and, nearly, by the instructions of a token. Bytes, softmax, a token: 4 E of
+ * p, 2 E of d, about 64 a slot of m's gather, 2 E written; sigmoid, about 64 a slot of the scores', 2 E written. */
 #include "sigmoid.cuh"
 #include "tiles.cuh"
 

@@ -4,10 +4,11 @@
  *
  * The weight gradient comes in tiles of 128 experts x 256 columns, terms over a split of the tokens: A = G^T, B =
  * hidden states, in memory both with rows of terms. With one split it is stored as it is, otherwise as partial sums for
- * reduce.cu; or, with two and where long runs follow, for warps that have nothing else to do, adders: those of the
- * block that is the last to store a split of a tile add both up, while its others go on. No block waits for another. A
- * step has 64 terms: two panels of A and four of B, 64 x 64 elements each, which one thread has tensor
- * copies bring into a ring of stages; what does not exist is zeros. Two warpgroups have 64 rows each.
+ * reduce.cu; or, with two, where long runs follow and tensor copies could store the result, for warps that have nothing
+ * else to do, adders: one that finds its part of a tile's other split stored adds both up, while the others go on.
+ * Nobody waits for another block's sums. A step has 64 terms: two panels of A and four of B, 64 x 64 elements each,
+ * which one thread has tensor copies bring into a ring of stages; what does not exist is zeros. Two warpgroups have 64
+ * rows each.
  *
  * grad_hidden_states come in runs: a slice of columns, whose part of the gate the warpgroups hold in registers, 64 or
  * 128 columns each, and tiles of 64 tokens, one below the other. A stage has a tile of G, of all experts; the gate
@@ -42,7 +43,7 @@ enum {
     MULTIPLIERS = ROWS / PANEL,          /* warpgroups */
     THREADS = (MULTIPLIERS + 1) * WARPGROUP,
     ADDERS = WARPGROUP / WARP - 1, /* warps */
-    STORED_SLOTS = 4,              /* tiles that adders may be behind */
+    STORED_SLOTS = 4,              /* tiles that adders may be behind, beside the one at hand */
     RESULT_SLOTS = 2,              /* panels of a warpgroup's results */
     MOST_STAGES = 4,
     STAGES_BYTES = 24 * PANEL_BYTES,
